@@ -1,0 +1,1 @@
+"""Continuous batching: which tokens of which sequences run in the next step. Knows page ids and token ids, no tensor."""

@@ -1,0 +1,124 @@
+"""The server's settings, read once from the environment (prefix `M3_`) or from the command line's flags.
+
+A setting that does not exist is an error that names the nearest one that does; nothing is ignored and nothing is written
+back. Units are in the names (`_s`, `_bytes`); `None` means "derive it", and the field's text says from what.
+"""
+
+import difflib
+import enum
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+PREFIX = "M3_"
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; the message says which one and what would be valid."""
+
+
+class Device(enum.StrEnum):
+    """Where the model runs."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(enum.StrEnum):
+    """Type of weights and activations."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class ThinkingMode(enum.StrEnum):
+    """The template's `thinking_mode`."""
+
+    ENABLED = "enabled"
+    DISABLED = "disabled"
+    ADAPTIVE = "adaptive"
+
+
+class LogLevel(enum.StrEnum):
+    """Verbosity of the server's own log."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Settings(BaseSettings):
+    """Everything an operator can set. The field's description is the flag's help text."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", protected_namespaces=())
+
+    model: Path = Field(description="directory of the checkpoint")
+    served_model_name: str | None = Field(None, description="name in /v1/models; the directory's name if unset")
+    device: Device = Field(Device.AUTO, description="auto takes CUDA when there is a GPU")
+    dtype: Dtype = Field(Dtype.AUTO, description="auto is bfloat16 on a GPU and float32 on a CPU")
+    max_model_len: PositiveInt | None = Field(None, description="longest sequence in tokens; the model's window if unset")
+    max_num_seqs: PositiveInt = Field(64, description="sequences that run at the same time")
+    max_num_batched_tokens: PositiveInt | None = Field(
+        None, description="token budget of one step; 8192 on a GPU and 512 on a CPU if unset"
+    )
+    cache_bytes: PositiveInt | None = Field(
+        None, description="size of the paged cache; on a GPU what is free at start, on a CPU 1 GiB if unset"
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.9, description="share of the GPU's memory that weights and cache may take when cache_bytes is unset"
+    )
+    enable_prefix_caching: bool = Field(True, description="reuse whole pages of equal prefixes")
+    max_queued_requests: PositiveInt = Field(1024, description="requests that may wait; beyond it 429")
+    thinking_mode: ThinkingMode = Field(ThinkingMode.ADAPTIVE, description="when a request does not choose")
+    media_workers: PositiveInt | None = Field(None, description="decoder processes; the number of cores, at most 8, if unset")
+    media_slab_bytes: PositiveInt = Field(256 << 20, description="shared memory for decoded pictures")
+    media_task_timeout_s: PositiveFloat = Field(20.0, description="a decoder that takes longer is killed")
+    max_images: PositiveInt = Field(200, description="pictures per request")
+    max_image_bytes: PositiveInt = Field(30 << 20, description="encoded size of one picture")
+    max_body_bytes: PositiveInt = Field(64 << 20, description="size of an HTTP request body")
+    engine_start_timeout_s: PositiveFloat = Field(3600.0, description="the model must be loaded by then")
+    log_level: LogLevel = Field(LogLevel.INFO, description="verbosity of the log")
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use."""
+        return self.served_model_name or self.model.resolve().name
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint that names the valid spelling closest to `name`, or an empty string when nothing is close."""
+    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def load_settings(values: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings from `values` (flags) over the environment.
+
+    Raises:
+        SettingsError: an `M3_` variable that does not exist, a missing model, or a value that does not parse; all faults
+            are in the one message.
+    """
+    environ = os.environ if environ is None else environ
+    known = {PREFIX + name.upper(): name for name in Settings.model_fields}
+    faults = [
+        f"{name}: no such setting{nearest(name, known)}" for name in environ if name.startswith(PREFIX) and name not in known
+    ]
+    given: dict[str, Any] = {known[name]: value for name, value in environ.items() if name in known}
+    given.update(values or {})
+    try:
+        settings = Settings.model_validate(given)
+    except ValidationError as error:
+        faults += [f"{PREFIX}{str(fault['loc'][0]).upper()}: {fault['msg']}" for fault in error.errors()]
+        settings = None
+    if faults or settings is None:
+        raise SettingsError("; ".join(faults))
+    return settings
