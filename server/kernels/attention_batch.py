@@ -10,7 +10,8 @@ Lanes, per layer (a layer's view; strides are free, the last two dimensions of a
     index lane  [num_pages, page_size, index_dim]                   index keys after norm and RoPE
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -42,3 +43,41 @@ class AttentionBatch:
     max_query_len: int
     max_seq_len: int
     page_size: int
+
+    @cached_property
+    def decodes(self) -> "AttentionBatch | None":
+        """The leading single-token sequences as a batch of their own (views, no copy), or None when there are none."""
+        if self.num_decodes == 0:
+            return None
+        if self.num_decodes == self.seq_lens.shape[0]:
+            return self
+        n = self.num_decodes
+        return replace(
+            self,
+            positions=self.positions[:n],
+            slot_mapping=self.slot_mapping[:n],
+            query_start=self.query_start[: n + 1],
+            seq_lens=self.seq_lens[:n],
+            page_table=self.page_table[:n],
+            sequence_of_token=self.sequence_of_token[:n],
+            max_query_len=1,
+        )
+
+    @cached_property
+    def prefills(self) -> "AttentionBatch | None":
+        """The sequences behind the decodes as a batch of their own, or None when there are none."""
+        n = self.num_decodes
+        if n == self.seq_lens.shape[0]:
+            return None
+        if n == 0:
+            return self
+        return replace(
+            self,
+            positions=self.positions[n:],
+            slot_mapping=self.slot_mapping[n:],
+            query_start=self.query_start[n:] - n,
+            seq_lens=self.seq_lens[n:],
+            page_table=self.page_table[n:],
+            sequence_of_token=self.sequence_of_token[n:] - n,
+            num_decodes=0,
+        )
