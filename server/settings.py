@@ -113,7 +113,11 @@ def load_settings(values: Mapping[str, Any] | None = None, environ: Mapping[str,
         f"{name}: no such setting{nearest(name, known)}" for name in environ if name.startswith(PREFIX) and name not in known
     ]
     given: dict[str, Any] = {known[name]: value for name, value in environ.items() if name in known}
-    given.update(values or {})
+    for name, value in (values or {}).items():
+        if name in Settings.model_fields:
+            given[name] = value
+        else:
+            faults.append(f"{name}: no such setting{nearest(name, Settings.model_fields)}")
     try:
         settings = Settings.model_validate(given)
     except ValidationError as error:
