@@ -216,6 +216,16 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     vocab_size: int
 
 
+class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
+    """Sent instead of `Ready`, before the engine exits: it cannot start.
+
+    Attributes:
+        message: one short reason for the operator.
+    """
+
+    message: str
+
+
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """The engine's counters and gauges, sent after steps and as a heartbeat while idle, at most a few times a second.
 
@@ -238,4 +248,4 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
 
 TerminalEvent = Finished | Failed
 RequestEvent = Tokens | Finished | Failed
-FromEngine = Tokens | Finished | Failed | Ready | Stats
+FromEngine = Tokens | Finished | Failed | Ready | StartFailed | Stats
