@@ -1,0 +1,92 @@
+"""Routed experts: the fp32 router, and the sum of the chosen experts' MLPs.
+
+Routing: `s = sigmoid(W x)`, the experts are the top-k of `s + bias`, their weights `s / sum(s)` over the chosen ones; the bias
+decides, but does not weigh.
+"""
+
+import torch
+from torch import Tensor
+
+from server.kernels.swiglu import swiglu_oai_torch
+
+
+def route_torch(x: Tensor, router_weight: Tensor, correction_bias: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Twin of `route`."""
+    scores = torch.sigmoid(x.float() @ router_weight.T)  # [T, E]
+    order = (scores + correction_bias).sort(dim=-1, descending=True, stable=True).indices
+    expert_ids = order[:, :topk]
+    weights = scores.gather(1, expert_ids)
+    return expert_ids.to(torch.int32), weights / weights.sum(-1, keepdim=True)
+
+
+def moe_torch(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    alpha: float,
+    beta: float,
+    limit: float,
+    scaling: float,
+) -> Tensor:
+    """Twin of `moe`: sorts (token, choice) pairs by expert and loops over the experts that were hit."""
+    topk = expert_ids.shape[1]
+    flat_ids = expert_ids.flatten().long()
+    order = flat_ids.argsort(stable=True)
+    counts = torch.bincount(flat_ids, minlength=w13.shape[0]).tolist()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    begin = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        pairs = order[begin : begin + count]
+        begin += count
+        tokens = pairs // topk
+        gate, up = (x[tokens] @ w13[expert].T).chunk(2, dim=-1)
+        hidden = swiglu_oai_torch(gate, up, alpha, beta, limit) @ w2[expert].T
+        out.index_add_(0, tokens, hidden.float() * (weights.flatten()[pairs, None] * scaling))
+    return out.to(x.dtype)
+
+
+def route(x: Tensor, router_weight: Tensor, correction_bias: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Choose experts; everything in fp32.
+
+    Args:
+        x: [T, H] in the model dtype.
+        router_weight: [E, H] fp32.
+        correction_bias: [E] fp32, added for the choice only.
+        topk: experts per token.
+
+    Returns:
+        (expert ids [T, topk] int32 by descending choice score, ties to the lower id; weights [T, topk] fp32, rows sum to 1).
+    """
+    return route_torch(x, router_weight, correction_bias, topk)
+
+
+def moe(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    alpha: float,
+    beta: float,
+    limit: float,
+    scaling: float,
+) -> Tensor:
+    """Weighted sum of the chosen experts.
+
+    Args:
+        x: [T, H].
+        w13: [E, 2 * I, H], gate rows, then up rows.
+        w2: [E, H, I].
+        expert_ids: [T, k] int32.
+        weights: [T, k] fp32.
+        alpha, beta, limit: of SwiGLU-OAI.
+        scaling: config key `routed_scaling_factor`, times the whole sum.
+
+    Returns:
+        [T, H] in the dtype of `x`; expert outputs are summed in fp32.
+    """
+    return moe_torch(x, w13, w2, expert_ids, weights, alpha, beta, limit, scaling)

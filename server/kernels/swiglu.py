@@ -1,0 +1,28 @@
+"""SwiGLU-OAI, the activation of every MLP: `g' * sigmoid(alpha * g') * (u' + beta)`.
+
+`g' = min(g, limit)` has no lower clamp; `u' = clip(u, -limit, limit)`.
+"""
+
+import torch
+from torch import Tensor
+
+
+def swiglu_oai_torch(gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float) -> Tensor:
+    """Twin of `swiglu_oai`."""
+    gate32 = gate.float().clamp(max=limit)
+    up32 = up.float().clamp(-limit, limit)
+    return (gate32 * torch.sigmoid(alpha * gate32) * (up32 + beta)).to(gate.dtype)
+
+
+def swiglu_oai(gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float) -> Tensor:
+    """Apply the activation elementwise.
+
+    Args:
+        gate: [..., I].
+        up: [..., I], same dtype.
+        alpha, beta, limit: config keys `swiglu_alpha`, `swiglu_beta`, `swiglu_limit`.
+
+    Returns:
+        [..., I] in the dtype of `gate`; fp32 inside, one rounding.
+    """
+    return swiglu_oai_torch(gate, up, alpha, beta, limit)
