@@ -1,0 +1,57 @@
+"""One request's events, from the engine client's reader to one slow or fast consumer.
+
+The mailbox holds at most one merged `Tokens` and the terminal event, so a consumer that does not read costs its own tokens
+and nothing else. It knows neither sockets nor HTTP.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from server.messages import Failed, Finished, RequestEvent, TerminalEvent, TokenLogprobs, Tokens
+
+
+class RequestStream:
+    """Async iterator over the events of one request; it ends after `Finished` or `Failed`. For one consumer."""
+
+    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+        """`abort` is called at most once, with the request's id, while the engine has not ended it."""
+        self.request_id = request_id
+        self._abort = abort
+        self._aborted = False
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._terminal: TerminalEvent | None = None
+        self._exhausted = False
+        self._arrival = asyncio.Event()
+
+    def put(self, event: RequestEvent) -> None:
+        """Take the next event from the engine: tokens are merged with tokens that nobody has read yet."""
+        if isinstance(event, Finished | Failed):
+            self._terminal = event
+        else:
+            self._token_ids += event.token_ids
+            self._logprobs += event.logprobs
+        self._arrival.set()
+
+    def abort(self) -> None:
+        """Ask the engine to stop. Synchronous, may be called again and after the end; the terminal event still comes."""
+        if self._terminal is None and not self._aborted:
+            self._aborted = True
+            self._abort(self.request_id)
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestEvent:
+        while True:
+            if self._token_ids:
+                event = Tokens(self.request_id, self._token_ids, self._logprobs)
+                self._token_ids, self._logprobs = [], []
+                return event
+            if self._exhausted:
+                raise StopAsyncIteration
+            if self._terminal is not None:
+                self._exhausted = True
+                return self._terminal
+            self._arrival.clear()
+            await self._arrival.wait()
