@@ -1,0 +1,129 @@
+"""The model runner: carries out a step plan on one device and says what came of it.
+
+It applies the plan's differences to the slots, builds the batch, runs the model and samples. A fault of one sequence (media,
+non-finite logits) becomes a `SlotFailure` and leaves the others alone; anything else raises. It decides nothing about
+requests or pages.
+"""
+
+import logging
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from server.kernels.attention_batch import AttentionBatch
+from server.kvcache.pools import CachePools
+from server.model.batch_builder import BatchBuilder
+from server.model.media_features import FeatureRows, MediaEncoder, MediaFeatures, PixelReader
+from server.model.sampler import Sampler, SamplingRow
+from server.scheduler.plan import Chunk, SlotFailure, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Model(MediaEncoder, Protocol):
+    """What the runner asks of a model."""
+
+    def forward(
+        self, token_ids: Tensor, batch: AttentionBatch, pools: CachePools, embeddings: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Hidden states [T, hidden] after the final norm; `embeddings` are rows [n] int64 and features [n, hidden]."""
+
+    def logits(self, hidden_rows: Tensor) -> Tensor:
+        """[S, vocab] fp32."""
+
+
+class ModelRunner:
+    """Runs step plans. One per device, used by one thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        pools: CachePools,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_size: int,
+        read_pixels: PixelReader,
+        base_seed: int,
+        poison_pages: bool = False,
+    ) -> None:
+        """Allocate the slots.
+
+        Args:
+            model: on the pools' device.
+            pools: the cache.
+            max_num_seqs: slots.
+            max_model_len: bound of a sequence's length.
+            vocab_size: width of the logits.
+            read_pixels: bytes of a slab range; raises when the range was reused.
+            base_seed: for sequences without a seed.
+            poison_pages: fill fresh pages with NaN before use, so that a test sees every read of stale memory.
+        """
+        self._model = model
+        self._pools = pools
+        self._poison_pages = poison_pages
+        self._builder = BatchBuilder(max_num_seqs, max_model_len, pools.page_size, pools.device)
+        self._media = MediaFeatures(model, read_pixels, pools.device)
+        self._sampler = Sampler(max_num_seqs, vocab_size, pools.device, base_seed)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. Raises whatever the model raises; then every sequence of the plan is lost, and no other."""
+        for slot in plan.released_slots:
+            self._builder.release(slot)
+            self._media.release(slot)
+            self._sampler.release(slot)
+        for sequence in plan.new_sequences:
+            self._builder.admit(sequence)
+            self._media.admit(sequence.slot, sequence.media)
+            self._sampler.admit(sequence)
+        fresh_pages = self._builder.append_pages(plan.chunks)
+        if self._poison_pages:
+            self._pools.poison(fresh_pages)
+        chunks, media_rows, failures = self._collect_media(plan.chunks)
+        if not chunks:
+            return StepResult((), tuple(failures))
+        model_input = self._builder.build(chunks)
+        embeddings = self._place_media(chunks, media_rows)
+        hidden = self._model.forward(model_input.token_ids, model_input.batch, self._pools, embeddings)
+        rows = [SamplingRow(chunk.slot, chunk.start + chunk.num_tokens) for chunk in chunks if chunk.samples]
+        if not rows:
+            return StepResult((), tuple(failures))
+        outcome = self._sampler.sample(self._model.logits(hidden[model_input.sample_rows]), rows)
+        self._builder.set_last_tokens([row.slot for row in rows], outcome.token_ids)
+        return StepResult(outcome.sampled, (*failures, *outcome.failures))
+
+    def _collect_media(self, chunks: tuple[Chunk, ...]) -> tuple[list[Chunk], list[list[FeatureRows]], list[SlotFailure]]:
+        """The chunks whose media could be had, their features, and the failures of the others."""
+        usable: list[Chunk] = []
+        media_rows: list[list[FeatureRows]] = []
+        failures: list[SlotFailure] = []
+        for chunk in chunks:
+            try:
+                rows = self._media.rows_of(chunk)
+            except torch.AcceleratorError:
+                # The device itself is at fault, and with it every sequence.
+                raise
+            except Exception:
+                logger.exception("the media of slot %d cannot be encoded", chunk.slot)
+                failures.append(SlotFailure(chunk.slot, "a picture or clip of the request could not be encoded"))
+            else:
+                usable.append(chunk)
+                media_rows.append(rows)
+        return usable, media_rows, failures
+
+    def _place_media(self, chunks: list[Chunk], media_rows: list[list[FeatureRows]]) -> tuple[Tensor, Tensor] | None:
+        """Rows of the flat token axis [n] int64 and the features [n, hidden] that replace their embeddings."""
+        rows: list[Tensor] = []
+        features: list[Tensor] = []
+        first_row = 0
+        for chunk, parts in zip(chunks, media_rows, strict=True):
+            for part in parts:
+                begin = first_row + part.first_row
+                rows.append(torch.arange(begin, begin + part.features.shape[0]))
+                features.append(part.features)
+            first_row += chunk.num_tokens
+        if not rows:
+            return None
+        return torch.cat(rows).to(self._pools.device), torch.cat(features)
