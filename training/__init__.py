@@ -1,0 +1,1 @@
+"""Scripts that make checkpoints for this server; nothing here runs while it serves."""
