@@ -71,7 +71,7 @@ class FakeRunner:
     Attributes:
         num_tokens_computed: over all steps.
         failing: called with a chunk and its request's id; True makes the result carry a `SlotFailure` for it.
-        crashing: makes the next `execute` raise `RuntimeError` after the plan's bookkeeping.
+        crashing: makes the next `execute` raise `RuntimeError` after the plan's bookkeeping, with nothing computed.
     """
 
     def __init__(self, num_slots: int, num_pages: int, page_size: int, vocab_size: int = 64) -> None:
@@ -89,16 +89,19 @@ class FakeRunner:
         self._update_slots(plan)
         if self.crashing:
             self.crashing = False
+            for chunk in plan.chunks:
+                self.slots[chunk.slot].token_ids += [0] * chunk.samples  # a next step may be planned on top already
             raise RuntimeError("the step failed")
         for chunk in plan.chunks:
             self._compute(chunk)
         sampled, failures = [], []
         for chunk in plan.chunks:
             slot = self.slots[chunk.slot]
+            token_ids = [self._sample(slot)] if chunk.samples else []
             if self.failing(chunk, slot.new.request_id):
                 failures.append(SlotFailure(chunk.slot, "non-finite logits"))
-            elif chunk.samples:
-                sampled.append(SampledToken(chunk.slot, self._sample(slot)))
+            else:
+                sampled += [SampledToken(chunk.slot, token_id) for token_id in token_ids]
         return StepResult(tuple(sampled), tuple(failures))
 
     def _update_slots(self, plan: StepPlan) -> None:

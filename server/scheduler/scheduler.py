@@ -51,7 +51,8 @@ class _Draft:
 
     num_tokens_left: int
     new_sequences: list[NewSequence] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
+    decodes: list[Chunk] = field(default_factory=list)  # single-token chunks
+    prefills: list[Chunk] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # in order
         self._slots = SlotTable(config.max_num_seqs)  # running sequences, and ended ones that are in flight
         self._in_flight: deque[StepPlan] = deque()
-        self._blocked: tuple[Sequence, int] | None = None  # found no room; the count of releases at that time
+        self._blocked: tuple[int, int] | None = None  # arrival of who found no room, and the count of releases then
         self._num_arrivals = 0
         self._num_steps_planned = 0
         self._is_checked = True  # nothing happened since the last idle check
@@ -148,14 +149,14 @@ class Scheduler:
         draft = _Draft(self.config.max_num_batched_tokens)
         if self._plan_running(draft):
             self._admit(draft)
-        if not draft.chunks:
+        if not draft.decodes and not draft.prefills:
             self._check_when_idle()
             return None
         plan = StepPlan(
             step_id=self._num_steps_planned,
             released_slots=self._slots.drain_released(),
             new_sequences=tuple(draft.new_sequences),
-            chunks=tuple(sorted(draft.chunks, key=lambda chunk: chunk.num_tokens > 1)),
+            chunks=(*draft.decodes, *draft.prefills),
         )
         self._num_steps_planned += 1
         self._in_flight.append(plan)
@@ -181,7 +182,7 @@ class Scheduler:
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
         """Preempt from the end of the order until the next tokens of `seq` find their pages."""
         num_pages = self._num_pages(seq.num_computed_tokens + num_tokens) - len(seq.page_ids)
-        while not self._blocks.can_allocate(num_pages):
+        while num_pages and not self._blocks.can_allocate(num_pages):
             victim = self._running[-1]
             if victim is seq or victim.num_steps_in_flight:
                 return False
@@ -200,13 +201,13 @@ class Scheduler:
         """Give waiting sequences a slot, in order, until one does not fit."""
         while self._waiting and self._slots.num_free and draft.num_tokens_left:
             seq = self._waiting[0]
-            if self._blocked == (seq, self._blocks.num_releases):
+            if self._blocked == (seq.arrival, self._blocks.num_releases):
                 return
             # At least one token stays to be computed: without it there is nothing to sample from.
             num_reusable = (seq.num_tokens - 1) // self.config.page_size
             prefix = self._blocks.lookup(seq.hasher.hashes[:num_reusable]) if seq.hasher else []
             if not self._blocks.can_allocate(self._num_pages(seq.num_tokens) - len(prefix), prefix):
-                self._blocked = (seq, self._blocks.num_releases)
+                self._blocked = (seq.arrival, self._blocks.num_releases)
                 return
             self._waiting.pop(0)
             self._start(seq, prefix, draft)
@@ -235,9 +236,12 @@ class Scheduler:
         """Add a chunk to the plan; the runner knows the first `num_known_pages` of the page table."""
         assert seq.slot is not None
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
-        seq.page_ids += self._blocks.allocate(self._num_pages(end) - len(seq.page_ids))
+        num_missing_pages = self._num_pages(end) - len(seq.page_ids)
+        if num_missing_pages:
+            seq.page_ids += self._blocks.allocate(num_missing_pages)
         samples = end == seq.num_tokens
-        draft.chunks.append(Chunk(seq.slot, start, num_tokens, tuple(seq.page_ids[num_known_pages:]), samples))
+        chunk = Chunk(seq.slot, start, num_tokens, tuple(seq.page_ids[num_known_pages:]), samples)
+        (draft.decodes if num_tokens == 1 else draft.prefills).append(chunk)
         seq.num_computed_tokens = end
         seq.num_steps_in_flight += 1
         seq.num_tokens_in_flight += samples
@@ -312,10 +316,8 @@ class Scheduler:
         return events
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> TerminalEvent:
-        num_output_tokens = len(seq.token_ids) - seq.num_prompt_tokens
-        return self._end(
-            seq, Finished(seq.request_id, reason, seq.num_prompt_tokens, seq.num_cached_tokens or 0, num_output_tokens)
-        )
+        num_cached_tokens = seq.num_cached_tokens or 0
+        return self._end(seq, Finished(seq.request_id, reason, seq.num_prompt_tokens, num_cached_tokens, seq.num_output_tokens))
 
     def _end(self, seq: Sequence, event: TerminalEvent) -> TerminalEvent:
         """The one way out: forget the sequence and give back what it holds, now or when its last step lands."""

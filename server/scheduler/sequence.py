@@ -4,7 +4,7 @@ The counters form a small algebra. `token_ids` are the tokens whose values are k
 which the runner already feeds to the next step although its value has not come back:
 
     num_tokens            = len(token_ids) + num_tokens_in_flight
-    num_output_tokens     = num_tokens - num_prompt_tokens         <= max_tokens
+    num_output_tokens     = len(token_ids) - num_prompt_tokens     <= max_tokens, also with the one in flight
     num_computed_tokens   <= num_tokens                            advanced when a step is planned, not when it is done
     num_uncomputed_tokens = num_tokens - num_computed_tokens       0 when only the last sample is awaited
 
@@ -65,24 +65,24 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return self.num_tokens - self.num_prompt_tokens
+        """Tokens generated and committed."""
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens to compute before the next one can be sampled; 0 when no further one will be."""
-        if self.num_output_tokens >= self.sampling.max_tokens:
+        num_tokens = len(self.token_ids) + self.num_tokens_in_flight
+        if num_tokens - self.num_prompt_tokens >= self.sampling.max_tokens:
             return 0
-        return self.num_tokens - self.num_computed_tokens
+        return num_tokens - self.num_computed_tokens
 
     def finish_reason(self) -> FinishReason | None:
         """Whether the last token of `token_ids` ends the sequence, and why.
 
         A stop token among the first `min_tokens` does not count: the sampler masks it there.
         """
-        num_output_tokens = len(self.token_ids) - self.num_prompt_tokens
-        if self.token_ids[-1] in self.sampling.stop_token_ids and num_output_tokens > self.sampling.min_tokens:
+        if self.token_ids[-1] in self.sampling.stop_token_ids and self.num_output_tokens > self.sampling.min_tokens:
             return FinishReason.STOP
-        if num_output_tokens >= self.sampling.max_tokens:
+        if self.num_output_tokens >= self.sampling.max_tokens:
             return FinishReason.LENGTH
         return None
