@@ -43,7 +43,7 @@ def _block_max(queries: Tensor, keys: Tensor, positions: Tensor, page_size: int)
     seen = int(positions.min()) // page_size * page_size
     late = torch.arange(seen, keys.shape[0], device=keys.device) > positions[:, None]
     scores[..., seen:].masked_fill_(late, -math.inf)
-    return scores.unflatten(-1, (-1, page_size)).amax(-1)
+    return scores.view(scores.shape[0], scores.shape[1], -1, page_size).amax(-1)
 
 
 def index_score(index_q: Tensor, index_lane: Tensor, batch: AttentionBatch, out: Tensor | None = None) -> Tensor:

@@ -83,7 +83,9 @@ def moe(
         w2: [E, H, I].
         expert_ids: [T, k] int32.
         weights: [T, k] fp32.
-        alpha, beta, limit: of SwiGLU-OAI.
+        alpha: of SwiGLU-OAI.
+        beta: of SwiGLU-OAI.
+        limit: of SwiGLU-OAI.
         scaling: config key `routed_scaling_factor`, times the whole sum.
 
     Returns:

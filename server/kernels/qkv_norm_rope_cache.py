@@ -37,14 +37,14 @@ def qkv_norm_rope_cache_torch(
     num_tokens = qkv.shape[0]
     _, num_kv_heads, _, page_size, head_dim = kv_lane.shape
     q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
-    q, k, v, index = qkv.split((q_width, kv_width, kv_width, qkv.shape[1] - q_width - 2 * kv_width), dim=1)
+    q, k, v, index = torch.split(qkv, [q_width, kv_width, kv_width, qkv.shape[1] - q_width - 2 * kv_width], dim=1)
     rows = cos_sin[batch.positions]  # [T, rotary_dim]
     pages, offsets = batch.slot_mapping // page_size, batch.slot_mapping % page_size
 
-    key = norm_rope_torch(k.unflatten(1, (num_kv_heads, head_dim)), k_norm, rows, eps)
+    key = norm_rope_torch(k.reshape(num_tokens, num_kv_heads, head_dim), k_norm, rows, eps)
     kv_lane[:, :, 0][pages, :, offsets] = key.to(kv_lane.dtype)
-    kv_lane[:, :, 1][pages, :, offsets] = v.unflatten(1, (num_kv_heads, head_dim)).to(kv_lane.dtype)
-    query = norm_rope_torch(q.unflatten(1, (num_heads, head_dim)), q_norm, rows, eps)
+    kv_lane[:, :, 1][pages, :, offsets] = v.reshape(num_tokens, num_kv_heads, head_dim).to(kv_lane.dtype)
+    query = norm_rope_torch(q.reshape(num_tokens, num_heads, head_dim), q_norm, rows, eps)
     if index_lane is None or index_q_norm is None or index_k_norm is None:
         return query, None
 
@@ -72,8 +72,10 @@ def qkv_norm_rope_cache(
 
     Args:
         qkv: [T, (Hq + 2 * Hkv) * D + Hi * Di + Di], packed q | k | v | index q | index k; a dense layer ends after v.
-        q_norm, k_norm: [D], one vector for all heads.
-        index_q_norm, index_k_norm: [Di], or None on dense layers.
+        q_norm: [D], one vector for all heads.
+        k_norm: [D], one vector for all heads.
+        index_q_norm: [Di], one vector for all index heads; None on dense layers.
+        index_k_norm: [Di]; None on dense layers.
         cos_sin: [max_positions, rotary_dim] fp32, cosines then sines.
         batch: gives positions and cache slots of the T tokens.
         kv_lane: [P, Hkv, 2, page, D], written.

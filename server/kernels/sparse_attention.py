@@ -23,7 +23,7 @@ def sparse_attention_torch(q: Tensor, kv_lane: Tensor, selection: Tensor, batch:
         for begin in range(bounds[b], bounds[b + 1], step):
             tokens = slice(begin, min(begin + step, bounds[b + 1]))
             chosen = selection[:, tokens]
-            blocks = chosen[chosen >= 0].unique().long()  # [U], ascending
+            blocks = torch.unique(chosen[chosen >= 0]).long()  # [U], ascending
             tiles = kv_lane[pages[blocks]].float()  # [U, Hkv, 2, page, D]
             out[tokens] = _attend(q[tokens], tiles, blocks, chosen, batch.positions[tokens], seq_len, scale).to(q.dtype)
     return out
@@ -46,7 +46,7 @@ def _attend(q: Tensor, tiles: Tensor, blocks: Tensor, chosen: Tensor, positions:
     kv = kv.masked_fill((key_positions >= seq_len)[:, None], 0.0)  # unwritten slots may hold NaN, and 0 * NaN is NaN
     selected = (chosen[..., None] == blocks).any(-2)  # [Hkv, t, U]
     visible = selected.repeat_interleave(page_size, dim=-1) & (key_positions <= positions[:, None])  # [Hkv, t, U * page]
-    queries = q.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, G, t, D]
+    queries = q.float().view(q.shape[0], num_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [Hkv, G, t, D]
     attended = scaled_dot_product_attention(
         queries, kv[:, :1], kv[:, 1:], attn_mask=visible[:, None], scale=scale, enable_gqa=True
     )

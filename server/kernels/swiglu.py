@@ -20,7 +20,9 @@ def swiglu_oai(gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float
     Args:
         gate: [..., I].
         up: [..., I], same dtype.
-        alpha, beta, limit: config keys `swiglu_alpha`, `swiglu_beta`, `swiglu_limit`.
+        alpha: config key `swiglu_alpha`, gain inside the sigmoid.
+        beta: config key `swiglu_beta`, added to the up half.
+        limit: config key `swiglu_limit`, the clamp.
 
     Returns:
         [..., I] in the dtype of `gate`; fp32 inside, one rounding.
