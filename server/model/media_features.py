@@ -17,7 +17,8 @@ from torch import Tensor
 from server.messages import MediaItem, MediaKind, SlabRef
 from server.scheduler.plan import Chunk
 
-PixelReader = Callable[[SlabRef], npt.NDArray[np.uint8]]
+Pixels = npt.NDArray[np.uint8]
+PixelReader = Callable[[SlabRef], Pixels]
 
 PATCH_SIZE = 14
 MERGED_PATCHES = 4

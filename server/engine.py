@@ -1,0 +1,171 @@
+"""The engine process, `python -m server.engine`: the loop between the channel, the scheduler and the runner.
+
+One pass is four calls: drain the inbox, `schedule()`, `execute()`, `commit()`. A step that raises costs the sequences in it
+and nothing else, unless the device is lost or steps keep failing: then the process exits with a code, and the front answers
+for it. The process lives as long as its standard input: the front holds the other end.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Protocol
+
+import torch
+
+from server.engine_launch import EngineLaunch
+from server.engine_setup import EngineParts, StartError, build
+from server.media.slab import SlabReader
+from server.messages import Abort, RequestEvent, Shutdown, SlabRef, StartFailed, Submit
+from server.model.media_features import MediaFeaturesError, PixelReader, Pixels
+from server.scheduler.plan import StepPlan, StepResult
+from server.scheduler.scheduler import Scheduler
+from server.transport import EngineChannel
+
+logger = logging.getLogger(__name__)
+
+BUSY_STATS_PERIOD_S = 0.2
+IDLE_STATS_PERIOD_S = 0.5
+MAX_FAILED_STEPS = 3
+STEP_FAILED = "the model could not compute the step of this request"
+
+
+class Runner(Protocol):
+    """What the loop asks of a model runner."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step."""
+
+
+class EngineFailedError(Exception):
+    """The engine cannot serve any more."""
+
+
+class Engine:
+    """The loop. One thread, which owns channel, scheduler and runner."""
+
+    def __init__(self, channel: EngineChannel, scheduler: Scheduler, runner: Runner) -> None:
+        """All three must be ready."""
+        self._channel = channel
+        self._scheduler = scheduler
+        self._runner = runner
+        self._step_seconds = 0.0
+        self._num_failed_steps = 0
+        self._next_stats_s = time.monotonic()
+
+    def run(self) -> None:
+        """Serve until `Shutdown`.
+
+        Raises:
+            EngineFailedError: the device is lost, or several steps in a row failed; what they held was answered.
+        """
+        while self._drain_inbox():
+            plan = self._scheduler.schedule()
+            if plan is not None:
+                self._step(plan)
+            self._report(BUSY_STATS_PERIOD_S if plan is not None else IDLE_STATS_PERIOD_S)
+
+    def _drain_inbox(self) -> bool:
+        """Hand the front's messages to the scheduler; blocks while there is nothing to do. False after `Shutdown`."""
+        timeout_s = 0.0 if self._scheduler.has_work else max(0.0, self._next_stats_s - time.monotonic())
+        for message in self._channel.receive(timeout_s):
+            match message:
+                case Submit():
+                    self._channel.send(self._scheduler.add(message))
+                case Abort():
+                    self._channel.send(self._scheduler.abort(message.request_id))
+                case Shutdown():
+                    self._channel.send(self._scheduler.shutdown())
+                    return False
+        return True
+
+    def _step(self, plan: StepPlan) -> None:
+        started_s = time.perf_counter()
+        try:
+            result = self._runner.execute(plan)
+        except Exception as error:
+            logger.exception("step %d failed", plan.step_id)
+            self._channel.send(self._scheduler.fail(plan, STEP_FAILED))
+            self._num_failed_steps += 1
+            if isinstance(error, torch.AcceleratorError) or self._num_failed_steps >= MAX_FAILED_STEPS:
+                raise EngineFailedError(f"{self._num_failed_steps} steps in a row failed, the last with: {error}") from error
+            return
+        self._num_failed_steps = 0
+        events: list[RequestEvent] = self._scheduler.commit(plan, result)
+        self._step_seconds += time.perf_counter() - started_s
+        self._channel.send(events)
+
+    def _report(self, period_s: float) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_stats_s:
+            self._next_stats_s = now_s + period_s
+            self._channel.send([self._scheduler.stats(self._step_seconds)])
+
+
+def open_pixels(slab_name: str | None) -> PixelReader:
+    """The reader of the media slab; without a slab, one that fails each request with media."""
+    if slab_name is not None:
+        return SlabReader(slab_name).read
+
+    def refuse(ref: SlabRef) -> Pixels:
+        raise MediaFeaturesError(f"there is no media slab to read {ref.num_bytes} bytes from")
+
+    return refuse
+
+
+def start(launch: EngineLaunch, channel: EngineChannel) -> EngineParts | None:
+    """Build the engine and tell the front that it is ready, or why it is not (None)."""
+    try:
+        parts = build(launch.settings, open_pixels(launch.slab_name))
+    except StartError as error:
+        logger.error("the engine cannot start: %s", error)
+        channel.send([StartFailed(str(error))])
+        return None
+    except Exception as error:
+        logger.exception("the engine cannot start")
+        channel.send([StartFailed(f"{type(error).__name__}: {error}")])
+        return None
+    channel.send([parts.ready])
+    return parts
+
+
+def exit_with_parent() -> None:
+    """Leave at once when standard input ends: the front is gone, nobody waits for an answer."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def main() -> int:
+    """Start, serve, and return the exit code."""
+    # Ctrl-C reaches the whole process group; the front decides when the engine leaves.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    launch = EngineLaunch.model_validate_json(sys.stdin.buffer.readline())
+    exit_with_parent()
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=launch.settings.log_level.value.upper(),
+        format="%(asctime)s %(levelname)s engine %(name)s: %(message)s",
+    )
+    channel = EngineChannel(launch.address)
+    try:
+        parts = start(launch, channel)
+        if parts is None:
+            return 1
+        Engine(channel, parts.scheduler, parts.runner).run()
+    except Exception:
+        logger.exception("the engine leaves")
+        return 1
+    finally:
+        channel.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
