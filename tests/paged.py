@@ -18,23 +18,32 @@ class PagedCase:
 
 
 def paged_case(
-    query_lens: Sequence[int], seq_lens: Sequence[int], page_size: int, *, seed: int = 0, device: str = "cpu"
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    page_size: int,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    tables: Sequence[Sequence[int]] | None = None,
+    num_pages: int | None = None,
 ) -> PagedCase:
     """Build a batch of sequences that end with `query_lens[b]` query tokens; single-token sequences must come first.
 
-    Pages are handed out in random order and some stay free; page table entries past a sequence's end name free pages.
+    Pages are handed out in random order and some stay free, unless `tables` names them; page table entries past a sequence's
+    end name a page that holds none of its tokens.
     """
     assert all(1 <= q <= s for q, s in zip(query_lens, seq_lens, strict=True))
     num_decodes = next((b for b, q in enumerate(query_lens) if q > 1), len(query_lens))
-    generator = torch.Generator().manual_seed(seed)
     counts = [-(-s // page_size) for s in seq_lens]
-    num_pages = sum(counts) + 3
-    shuffled = torch.randperm(num_pages, generator=generator).tolist()
-    free = shuffled[-1]
+    num_pages = num_pages or sum(counts) + 3
+    shuffled = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)).tolist()
+    if tables is None:
+        ends = torch.tensor(counts).cumsum(0).tolist()
+        tables = [shuffled[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    free = next(page for page in reversed(shuffled) if not any(page in table for table in tables))
     table = torch.full((len(seq_lens), max(counts) + 1), free, dtype=torch.int32)
-    for b, count in enumerate(counts):
-        table[b, :count] = torch.tensor(shuffled[:count], dtype=torch.int32)
-        del shuffled[:count]
+    for b, pages in enumerate(tables):
+        table[b, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
     positions = torch.cat([torch.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)])
     owners = torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(query_lens))
     slots = table[owners, positions // page_size].long() * page_size + positions % page_size

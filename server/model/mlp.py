@@ -1,0 +1,68 @@
+"""The two kinds of MLP of a decoder layer: one SwiGLU, or routed experts beside a shared one."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from server.kernels.moe import moe, route
+from server.kernels.swiglu import swiglu_oai
+from server.model.config import TextConfig
+from server.model.shard import Collective
+
+
+class SwiGlu:
+    """`down(swiglu(gate x, up x))` on this rank's share of the width; a partial sum until the ranks are joined."""
+
+    def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: TextConfig) -> None:
+        self._gate_up = weights[f"{prefix}.gate_up"]  # [2 * I, hidden]
+        self._down = weights[f"{prefix}.down"]  # [hidden, I]
+        self._config = config
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
+        gate, up = linear(x, self._gate_up).chunk(2, dim=-1)
+        config = self._config
+        return linear(swiglu_oai(gate, up, config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit), self._down)
+
+
+class DenseMlp:
+    """The MLP of layers without experts."""
+
+    def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: TextConfig, collective: Collective) -> None:
+        self._swiglu = SwiGlu(weights, f"{prefix}.mlp", config)
+        self._collective = collective
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
+        return self._collective.all_reduce(self._swiglu(x))
+
+
+class MoeMlp:
+    """Top-k routed experts, scaled, plus the shared expert, which is neither gated nor scaled."""
+
+    def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: TextConfig, collective: Collective) -> None:
+        self._router = weights[f"{prefix}.router"]  # [E, hidden] fp32
+        self._correction_bias = weights[f"{prefix}.correction_bias"]  # [E] fp32
+        self._w13 = weights[f"{prefix}.w13"]  # [E, 2 * I, hidden]
+        self._w2 = weights[f"{prefix}.w2"]  # [E, hidden, I]
+        self._shared = SwiGlu(weights, f"{prefix}.shared", config)
+        self._config = config
+        self._collective = collective
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
+        config = self._config
+        expert_ids, expert_weights = route(x, self._router, self._correction_bias, config.num_experts_per_token)
+        routed = moe(
+            x,
+            self._w13,
+            self._w2,
+            expert_ids,
+            expert_weights,
+            config.swiglu_alpha,
+            config.swiglu_beta,
+            config.swiglu_limit,
+            config.routed_scaling_factor,
+        )
+        return self._collective.all_reduce(routed + self._shared(x))

@@ -1,0 +1,70 @@
+"""Which part of the model one tensor-parallel rank holds, and the one sum that joins the parts.
+
+Query heads and the widths of MLPs and experts are cut evenly. KV heads and their index heads are cut while there are enough
+of them and held by several ranks beyond that. Everything else is on every rank.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `world`."""
+
+    rank: int = 0
+    world: int = 1
+
+    def even(self, total: int, what: str) -> slice:
+        """This rank's share of `total` things that no two ranks share.
+
+        Raises:
+            ValueError: they cannot be cut evenly; names `what`.
+        """
+        if total % self.world:
+            raise ValueError(f"{what}: {total} cannot be cut for {self.world} ranks")
+        size = total // self.world
+        return slice(self.rank * size, (self.rank + 1) * size)
+
+    def kv_heads(self, total: int) -> slice:
+        """This rank's KV heads (and index query heads): those that its query heads read.
+
+        Raises:
+            ValueError: neither does the number of ranks divide the number of heads nor the other way round.
+        """
+        if total % self.world == 0:
+            return self.even(total, "num_key_value_heads")
+        if self.world % total:
+            raise ValueError(f"num_key_value_heads: {total} cannot be cut for {self.world} ranks")
+        first = self.rank * total // self.world
+        return slice(first, first + 1)
+
+
+class Collective(Protocol):
+    """Joins partial results of all ranks."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of `x` over all ranks, the same on each; may reuse the memory of `x`."""
+
+
+class Alone:
+    """The collective of a single rank."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x
+
+
+class ProcessGroupSum:
+    """Sums over a torch.distributed group: NCCL on GPUs, Gloo on CPU."""
+
+    def __init__(self, group: "torch.distributed.ProcessGroup") -> None:
+        self._group = group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the group, in place."""
+        torch.distributed.all_reduce(x, group=self._group)
+        return x

@@ -1,0 +1,157 @@
+"""The reference implementation: tiny random MiniMax-M3 checkpoints that transformers builds, saves and runs.
+
+The weights are drawn wide enough that scores, routing and logits are decisive: with the library's own initialisation the
+index scores nearly tie, and a test could not tell a right selection from a wrong one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import MiniMaxM3SparseForConditionalGeneration
+from transformers.models.minimax_m3_vl import MiniMaxM3VLConfig
+from transformers.utils import logging
+
+from server.kvcache.pools import CachePools
+from server.model.config import M3Config, cache_spec
+from server.model.m3 import M3Model
+from tests.paged import PagedCase, paged_case
+
+IMAGE_TOKEN, VIDEO_TOKEN = 250, 251
+
+
+class SilentProgress:
+    """Follows a load without a word."""
+
+    def start(self, total_bytes: int) -> None:
+        pass
+
+    def advance(self, num_bytes: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def tiny_config(
+    *, block_size: int = 128, topk_blocks: int = 16, num_local_blocks: int = 1, **text: object
+) -> MiniMaxM3VLConfig:
+    """One dense layer and two sparse ones, two KV heads, four experts, a two-layer vision tower."""
+    text_config = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "dense_intermediate_size": 96,
+        "shared_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rotary_dim": 8,
+        "vocab_size": 256,
+        "max_position_embeddings": 8192,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": block_size,
+        "index_topk_blocks": topk_blocks,
+        "index_local_blocks": num_local_blocks,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **text,
+    }
+    vision_config = {"hidden_size": 40, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return MiniMaxM3VLConfig(
+        text_config=text_config,
+        vision_config=vision_config,
+        projector_hidden_size=48,
+        image_token_index=IMAGE_TOKEN,
+        video_token_index=VIDEO_TOKEN,
+    )
+
+
+def save_checkpoint(config: MiniMaxM3VLConfig, folder: Path, *, seed: int = 0, **save: object) -> None:
+    """Draw weights from `seed` and save them in the released layout."""
+    logging.disable_progress_bar()
+    model = MiniMaxM3SparseForConditionalGeneration(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")) or tensor.dim() == 1:
+            std = 0.2
+        elif "embed_tokens" in name:
+            std = 1.0
+        else:
+            std = 1.5 / tensor[0].numel() ** 0.5
+        noise = torch.randn(tensor.shape, generator=generator) * std
+        # Plain LayerNorm weights of the tower centre on one; the decoder's Gemma norms on zero.
+        centred_on_one = "layer_norm" in name or "layrnorm" in name
+        tensor.copy_(noise + 1.0 if centred_on_one and name.endswith("weight") else noise)
+    model.save_pretrained(folder, **save)
+
+
+@dataclass
+class Oracle:
+    """A checkpoint, the reference that runs it, and ours."""
+
+    folder: Path
+    reference: MiniMaxM3SparseForConditionalGeneration
+    config: M3Config
+    model: M3Model
+
+    @classmethod
+    def create(cls, config: MiniMaxM3VLConfig, folder: Path, *, seed: int = 0) -> "Oracle":
+        save_checkpoint(config, folder, seed=seed)
+        reference = MiniMaxM3SparseForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        parsed = M3Config.from_file(folder)
+        model = M3Model.load(folder, parsed, torch.device("cpu"), torch.float32, progress=SilentProgress())
+        return cls(folder, reference, parsed, model)
+
+    @torch.inference_mode()
+    def reference_logits(self, token_ids: Sequence[int], **media: Tensor) -> Tensor:
+        """The reference's logits at every position of one sequence: [T, vocab]."""
+        return self.reference(input_ids=torch.tensor([list(token_ids)]), use_cache=False, **media).logits[0]
+
+    def runner(self, num_pages: int = 64) -> "PagedRunner":
+        return PagedRunner(self.model, num_pages)
+
+
+@dataclass
+class PagedRunner:
+    """Feeds our model through NaN-filled pages, keeping every sequence's page table."""
+
+    model: M3Model
+    num_pages: int
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pools = CachePools(cache_spec(self.model.config, self.model.dtype), self.num_pages, self.model.device)
+        self.pools.poison(range(self.num_pages))
+        self._free = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(7)).tolist()
+
+    def case(self, sequence_ids: Sequence[int], query_lens: Sequence[int]) -> PagedCase:
+        """A batch that continues these sequences by so many tokens; single tokens first."""
+        page_size = self.pools.page_size
+        for sequence_id, query_len in zip(sequence_ids, query_lens, strict=True):
+            self.lengths[sequence_id] = self.lengths.get(sequence_id, 0) + query_len
+            table = self.tables.setdefault(sequence_id, [])
+            while len(table) * page_size < self.lengths[sequence_id]:
+                table.append(self._free.pop())
+        seq_lens = [self.lengths[sequence_id] for sequence_id in sequence_ids]
+        tables = [self.tables[sequence_id] for sequence_id in sequence_ids]
+        return paged_case(query_lens, seq_lens, page_size, tables=tables, num_pages=self.num_pages)
+
+    def step(
+        self, chunks: Sequence[tuple[int, Sequence[int]]], embeddings: tuple[Tensor, Tensor] | None = None
+    ) -> list[Tensor]:
+        """Run one step over (sequence id, token ids) chunks; logits [tokens, vocab] of each."""
+        query_lens = [len(token_ids) for _, token_ids in chunks]
+        case = self.case([sequence_id for sequence_id, _ in chunks], query_lens)
+        flat = torch.tensor([token_id for _, token_ids in chunks for token_id in token_ids])
+        hidden = self.model.forward(flat, case.batch, self.pools, embeddings)
+        return list(self.model.logits(hidden).split(query_lens))
