@@ -18,7 +18,7 @@ import torch
 from server.engine_launch import EngineLaunch
 from server.engine_setup import EngineParts, StartError, build
 from server.media.slab import SlabReader
-from server.messages import Abort, RequestEvent, Shutdown, SlabRef, StartFailed, Submit
+from server.messages import Abort, Failed, FailureKind, RequestEvent, Shutdown, SlabRef, StartFailed, Submit
 from server.model.media_features import MediaFeaturesError, PixelReader, Pixels
 from server.scheduler.plan import StepPlan, StepResult
 from server.scheduler.scheduler import Scheduler
@@ -46,9 +46,10 @@ class EngineFailedError(Exception):
 class Engine:
     """The loop. One thread, which owns channel, scheduler and runner."""
 
-    def __init__(self, channel: EngineChannel, scheduler: Scheduler, runner: Runner) -> None:
-        """All three must be ready."""
+    def __init__(self, channel: EngineChannel, scheduler: Scheduler, runner: Runner, vocab_size: int) -> None:
+        """`vocab_size` is the number of rows of the model's embedding: no token id may reach it."""
         self._channel = channel
+        self._vocab_size = vocab_size
         self._scheduler = scheduler
         self._runner = runner
         self._step_seconds = 0.0
@@ -73,13 +74,21 @@ class Engine:
         for message in self._channel.receive(timeout_s):
             match message:
                 case Submit():
-                    self._channel.send(self._scheduler.add(message))
+                    self._channel.send(self._add(message))
                 case Abort():
                     self._channel.send(self._scheduler.abort(message.request_id))
                 case Shutdown():
                     self._channel.send(self._scheduler.shutdown())
                     return False
         return True
+
+    def _add(self, submit: Submit) -> list[RequestEvent]:
+        """An id outside the embedding would take the whole device down, so it is refused here, whoever sent it."""
+        token_ids = submit.prompt_token_ids
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            message = f"a token id of the prompt is not below {self._vocab_size}"
+            return [Failed(submit.request_id, FailureKind.INVALID, message)]
+        return self._scheduler.add(submit)
 
     def _step(self, plan: StepPlan) -> None:
         started_s = time.perf_counter()
@@ -158,7 +167,7 @@ def main() -> int:
         parts = start(launch, channel)
         if parts is None:
             return 1
-        Engine(channel, parts.scheduler, parts.runner).run()
+        Engine(channel, parts.scheduler, parts.runner, parts.ready.vocab_size).run()
     except Exception:
         logger.exception("the engine leaves")
         return 1

@@ -12,10 +12,10 @@ import torch
 
 from server.kvcache.pools import CachePools, CacheSpec
 from server.messages import Ready, SamplingParams
-from server.model.config import ConfigError, M3Config
-from server.model.loader import LoadError
+from server.model.checkpoint import CheckpointError
+from server.model.config import ConfigError, M3Config, cache_spec
+from server.model.m3 import M3Model
 from server.model.media_features import PixelReader
-from server.model.model import M3Model, cache_spec
 from server.model.runner import ModelRunner
 from server.scheduler.config import SchedulerConfig
 from server.scheduler.plan import Chunk, NewSequence, StepPlan
@@ -118,7 +118,7 @@ def build(settings: Settings, read_pixels: PixelReader) -> EngineParts:
     try:
         config = M3Config.from_file(settings.model)
         model = M3Model.load(settings.model, config, device, dtype)
-    except (ConfigError, LoadError) as error:
+    except (ConfigError, CheckpointError) as error:
         raise StartError(str(error)) from error
     spec = cache_spec(config, dtype)
     model_len = choose_model_len(settings, config.text.max_position_embeddings)

@@ -44,13 +44,11 @@ def _encode(messages: Sequence[ToEngine] | Sequence[FromEngine]) -> bytes:
     return frame
 
 
-def _open_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, linger_s: float) -> "zmq.Socket[bytes]":
-    socket = context.socket(kind)
+def _configure(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", linger_s: float) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.LINGER, int(linger_s * 1000))
-    return socket
 
 
 def _endpoint(address: Path, name: str) -> str:
@@ -63,9 +61,11 @@ class FrontChannel:
     def __init__(self, address: Path) -> None:
         """Bind in the directory `address`."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._to_engine = _open_socket(self._context, zmq.PUSH, linger_s=0)
+        self._to_engine = zmq.Socket(self._context, zmq.PUSH)
+        _configure(self._to_engine, linger_s=0)
         self._to_engine.bind(_endpoint(address, "to_engine"))
-        self._from_engine = zmq.asyncio.Socket(_open_socket(self._context, zmq.PULL, linger_s=0))
+        self._from_engine = zmq.asyncio.Socket(self._context, zmq.PULL)
+        _configure(self._from_engine, linger_s=0)
         self._from_engine.bind(_endpoint(address, "from_engine"))
 
     def send(self, message: ToEngine) -> None:
@@ -103,9 +103,11 @@ class EngineChannel:
     def __init__(self, address: Path) -> None:
         """Connect in the directory `address`."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox = _open_socket(self._context, zmq.PULL, linger_s=0)
+        self._inbox = zmq.Socket(self._context, zmq.PULL)
+        _configure(self._inbox, linger_s=0)
         self._inbox.connect(_endpoint(address, "to_engine"))
-        self._outbox = _open_socket(self._context, zmq.PUSH, linger_s=ENGINE_LINGER_S)
+        self._outbox = zmq.Socket(self._context, zmq.PUSH)
+        _configure(self._outbox, linger_s=ENGINE_LINGER_S)
         self._outbox.connect(_endpoint(address, "from_engine"))
 
     def receive(self, timeout_s: float) -> list[ToEngine]:
