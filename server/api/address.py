@@ -1,0 +1,45 @@
+"""Where this process listens: read from its own sockets, because no setting of ours says it."""
+
+import asyncio
+import os
+import socket
+from typing import Final
+
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+DESCRIPTORS: Final = "/dev/fd"
+# uvicorn binds right after the application has started, so a ready server may have to wait a moment.
+NUM_ATTEMPTS: Final = 20
+PAUSE_S: Final = 0.1
+
+
+async def listening_url() -> str:
+    """The base URL of the first listening TCP socket, as a client on this machine reaches it."""
+    for _ in range(NUM_ATTEMPTS):
+        for address in _listening():
+            return _url(*address)
+        await asyncio.sleep(PAUSE_S)
+    return DEFAULT_URL
+
+
+def _listening() -> list[tuple[str, int]]:
+    """Host and port of every TCP socket of this process that accepts connections."""
+    addresses: list[tuple[str, int]] = []
+    try:
+        descriptors = sorted(int(name) for name in os.listdir(DESCRIPTORS))
+    except OSError:
+        return addresses
+    for descriptor in descriptors:
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                ):
+                    addresses.append(copy.getsockname()[:2])
+        except OSError:
+            continue  # not a socket, or closed meanwhile
+    return addresses
+
+
+def _url(host: str, port: int) -> str:
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  (compared, not bound)
+    return f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}"

@@ -1,0 +1,54 @@
+"""The ASGI application: routes, middleware, error shapes, and a lifespan that starts and stops the service."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from server import __version__
+from server.api import chat, health, models
+from server.api.chat_format import ChatFormat
+from server.api.engine_client import EngineClient
+from server.api.middleware import BodyLimitMiddleware, RequestIdMiddleware
+from server.api.problems import install_handlers
+from server.api.service import Service
+from server.media.pipeline import MediaPipeline
+from server.settings import Settings
+
+
+def create_app(
+    settings: Settings,
+    *,
+    engine: EngineClient | None = None,
+    media: MediaPipeline | None = None,
+    chat_format: ChatFormat | None = None,
+    exits_with_engine: bool = False,
+) -> FastAPI:
+    """Put an application together.
+
+    Args:
+        settings: the operator's.
+        engine: what to use instead of an engine process made from the settings.
+        media: what to use instead of a pool made from the settings.
+        chat_format: what to use instead of the checkpoint's files.
+        exits_with_engine: end the process with a non-zero code when the engine cannot start or dies; for a process that
+            serves nothing else.
+    """
+    service = Service(settings, engine, media, chat_format, exits_with_engine=exits_with_engine)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            await service.start()
+            yield
+        finally:
+            await service.stop()
+
+    app = FastAPI(title="m3-server", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = service
+    for router in (chat.router, models.router, health.router):
+        app.include_router(router)
+    install_handlers(app)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
+    app.add_middleware(RequestIdMiddleware)  # added last, so it is outermost
+    return app

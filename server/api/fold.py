@@ -1,0 +1,46 @@
+"""The whole choices that a stream's deltas add up to. An answer that is not streamed is made here and nowhere else."""
+
+from collections.abc import Iterable
+
+from msgspec import UNSET
+
+from server.api.wire import Choice, ChoiceLogprobs, ChunkChoice, Message, TokenLogprob
+
+
+class _Fold:
+    """What one choice's deltas have added up to so far."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.role = ""
+        self.reasoning: list[str] = []
+        self.content: list[str] = []
+        self.logprobs: list[TokenLogprob] | None = None
+        self.finish_reason = ""
+
+    def add(self, chunk: ChunkChoice) -> None:
+        delta = chunk.delta
+        if delta.role is not UNSET:
+            self.role = delta.role
+        if delta.reasoning_content is not UNSET:
+            self.reasoning.append(delta.reasoning_content)
+        if delta.content is not UNSET:
+            self.content.append(delta.content)
+        if chunk.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + chunk.logprobs.content
+        if chunk.finish_reason is not None:
+            self.finish_reason = chunk.finish_reason
+
+    def choice(self) -> Choice:
+        reasoning = "".join(self.reasoning) or UNSET
+        message = Message(self.role, "".join(self.content), reasoning)
+        logprobs = None if self.logprobs is None else ChoiceLogprobs(self.logprobs)
+        return Choice(self.index, message, logprobs, self.finish_reason)
+
+
+def fold(chunks: Iterable[ChunkChoice]) -> list[Choice]:
+    """Add up the deltas of finished choices, in whatever way the choices are interleaved; ordered by index."""
+    folds: dict[int, _Fold] = {}
+    for chunk in chunks:
+        folds.setdefault(chunk.index, _Fold(chunk.index)).add(chunk)
+    return [folds[index].choice() for index in sorted(folds)]

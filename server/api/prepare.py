@@ -1,0 +1,76 @@
+"""The thread's share of a request: bytes of the body to a checked call, an encoded prompt and undecoded pictures.
+
+Everything here costs time in proportion to the body (JSON, base64, template, tokenizer), so it never runs on the event loop.
+"""
+
+import msgspec
+from pydantic import ValidationError
+
+from server.api.chat_format import ChatFormat, EncodedPrompt
+from server.api.content import MediaLimits, convert
+from server.api.problems import from_validation
+from server.api.schema import ChatBody
+from server.api.validate import ChatCall, Limits, make_call
+from server.errors import ContextLengthError
+from server.media.types import MediaSource
+from server.messages import SamplingParams
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A request before any media or engine work.
+
+    Attributes:
+        call: its parameters.
+        prompt: tokens with one placeholder per picture.
+        sources: the pictures, in the order of their placeholders.
+    """
+
+    call: ChatCall
+    prompt: EncodedPrompt
+    sources: tuple[MediaSource, ...]
+
+
+class Checker(msgspec.Struct, frozen=True):
+    """What requests are checked against; the same for all of them."""
+
+    limits: Limits
+    media_limits: MediaLimits
+    chat_format: ChatFormat
+
+    def prepare(self, raw: bytes) -> Prepared:
+        """Parse, check, render and tokenize one body.
+
+        Raises:
+            M3Error: whatever is wrong with the request, the first fault only.
+        """
+        try:
+            body = ChatBody.model_validate_json(raw)
+        except ValidationError as error:
+            raise from_validation(error) from None
+        call = make_call(body, self.limits, self.chat_format.defaults)
+        conversation = convert(body.messages, self.media_limits)
+        max_len = self.limits.max_model_len
+        prompt = self.chat_format.encode_chat(conversation.messages, None, call.thinking_mode, max_tokens=max_len - 1)
+        # Pictures only add tokens: a text that is too long is refused before they are looked at.
+        fit(call, len(prompt.token_ids), max_len)
+        return Prepared(call, prompt, tuple(conversation.sources[index] for index in prompt.media_order))
+
+
+def fit(call: ChatCall, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+    """The call's parameters with the number of tokens that the prompt leaves.
+
+    Raises:
+        ContextLengthError: the prompt alone, or with the `max_tokens` that the client asked for, does not fit.
+    """
+    num_left = max_model_len - num_prompt_tokens
+    if num_left < 1:
+        raise ContextLengthError(
+            f"the prompt has {num_prompt_tokens} tokens and the longest sequence is {max_model_len} tokens", param="messages"
+        )
+    if call.max_tokens is not None and call.max_tokens > num_left:
+        raise ContextLengthError(
+            f"the prompt has {num_prompt_tokens} tokens, so at most {num_left} of {max_model_len} are left"
+            f" and {call.max_tokens} were asked for",
+            param="max_tokens",
+        )
+    return msgspec.structs.replace(call.sampling, max_tokens=call.max_tokens or num_left)

@@ -1,0 +1,50 @@
+"""The application that operators start: `M3_MODEL=/path uvicorn server.main:app --host 0.0.0.0 --port 8000`.
+
+One process serves one engine. Settings come from the environment; a fault in them ends the process with one line.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+
+from fastapi import FastAPI
+
+from server.api.app import create_app
+from server.settings import LogLevel, SettingsError, load_settings
+
+EXIT_USAGE = 2
+
+
+def refuse(message: str) -> SystemExit:
+    """Say why the server does not start."""
+    print(f"m3-server: {message}", file=sys.stderr, flush=True)
+    return SystemExit(EXIT_USAGE)
+
+
+def configure_logging(level: LogLevel) -> None:
+    """Our own log goes to stderr beside uvicorn's; content of requests never goes there."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("server").setLevel(level.value.upper())
+
+
+def build() -> FastAPI:
+    """The application, from the environment.
+
+    Raises:
+        SystemExit: the settings cannot be used, or uvicorn was told to start several workers.
+    """
+    if multiprocessing.parent_process() is not None:
+        # uvicorn would restart a worker that leaves, for ever.
+        os.kill(os.getppid(), signal.SIGTERM)
+        raise refuse("--workers and --reload are not supported: every worker would load the model; run one process per model")
+    try:
+        settings = load_settings()
+    except SettingsError as error:
+        raise refuse(str(error)) from None
+    configure_logging(settings.log_level)
+    return create_app(settings, exits_with_engine=True)
+
+
+app = build()
