@@ -1,0 +1,275 @@
+"""Work lists of sparse prefill attention, built on the device from a selection.
+
+Queries are cut into tiles of `TILE` neighbours. A block that at least `min_members` of a tile's queries chose goes to the tile's
+list (tile-major work: the page is read once per tile and queries that did not choose it are masked). Every other choice is a
+leftover and is served page-major: leftovers of all tiles are sorted by (KV head, page), so a page is read once for all of them.
+Neighbouring queries that agree give long lists and few leftovers, independent ones the opposite; no host decision is needed.
+
+The own block never counts as a choice: the tile kernel always attends to it, and it alone needs a causal mask.
+Slots in the sorted order are handed out by atomics; results do not depend on them, because every leftover has its own place in
+the partial results.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from server.kernels.attention_batch import AttentionBatch
+from server.kernels.query_tiles import locate_query_tile, num_query_tiles, padded_num_seqs
+
+UNIT = 64  # leftovers of one page that one unit of page-major work serves
+_KEYS_PER_PROGRAM = 1024
+_CHOICES_PER_PROGRAM = 1024
+
+
+@dataclass(frozen=True)
+class SparsePlan:
+    """Work lists. Leftover r of token t for KV head h has the number (h * T + t) * R + r, R = topk - 1.
+
+    Attributes:
+        tile: queries per tile.
+        num_tiles: host-side bound of the number of tiles.
+        max_leftovers: R, leftovers a query can have per KV head; 0 when there is no page-major work.
+        list_pages: [num_tiles, Hkv, L] int32 page ids of a tile's shared blocks.
+        list_members: [num_tiles, Hkv, L] int32, bit i set when query i of the tile chose the block.
+        list_len: [num_tiles, Hkv] int32.
+        num_leftovers: [Hkv, T] int32 per query.
+        leftovers: [Hkv * T * R] int64 leftover numbers sorted by (KV head, page).
+        unit_page: [U] int32, KV head * P + page of every unit of page-major work.
+        unit_begin: [U] int32, first of its entries in `leftovers`.
+        unit_len: [U] int32, how many, <= UNIT.
+        totals: [2] int32, leftovers and units that exist.
+    """
+
+    tile: int
+    num_tiles: int
+    max_leftovers: int
+    list_pages: Tensor
+    list_members: Tensor
+    list_len: Tensor
+    num_leftovers: Tensor
+    leftovers: Tensor
+    unit_page: Tensor
+    unit_begin: Tensor
+    unit_len: Tensor
+    totals: Tensor
+
+
+@triton.jit
+def _list_kernel(
+    selection_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    page_table_ptr,
+    list_pages_ptr,
+    list_members_ptr,
+    list_len_ptr,
+    num_leftovers_ptr,
+    leftover_page_ptr,
+    leftover_rank_ptr,
+    page_count_ptr,
+    num_seqs,
+    num_tokens,
+    num_pages,
+    stride_sh,
+    stride_st,
+    stride_pb,
+    PAGE: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_MEMBERS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Grid (tiles, Hkv). Sorts a tile's choices into shared blocks and leftovers, and ranks leftovers within their page."""
+    CHOICES: tl.constexpr = TILE * TOPK_PAD
+    R: tl.constexpr = TOPK - 1
+    i_tile, i_h = tl.program_id(0), tl.program_id(1)
+    i_list = (i_tile * tl.num_programs(1) + i_h).to(tl.int64)
+    i_seq, first, begin, end, token_shift = locate_query_tile(
+        query_start_ptr, seq_lens_ptr, num_seqs, i_tile, TILE, BLOCK_B
+    )
+    if end == 0:
+        tl.store(list_len_ptr + i_list, 0)
+        return
+    own = first // PAGE
+    o_c = tl.arange(0, CHOICES)
+    o_q = o_c // TOPK_PAD
+    o_k = o_c % TOPK_PAD
+    m_c = (first + o_q >= begin) & (first + o_q < end) & (o_k < TOPK)
+    o_t = (first + o_q + token_shift).to(tl.int64)
+    p_selection = selection_ptr + i_h.to(tl.int64) * stride_sh + o_t * stride_st + o_k
+    b_block = tl.load(p_selection, mask=m_c, other=-1)
+    m_c = (b_block >= 0) & (b_block < own)
+    # Row i of the choice matrix compares choice i with all others; a query chooses a block at most once.
+    same = (b_block[:, None] == b_block[None, :]) & m_c[:, None] & m_c[None, :]
+    earlier = o_c[None, :] < o_c[:, None]
+    shared = m_c & (tl.sum(same.to(tl.int32), 1) >= MIN_MEMBERS)
+    head = shared & (tl.sum((same & earlier).to(tl.int32), 1) == 0)
+    b_members = tl.sum(tl.where(same, 1 << o_q[None, :], 0), 1)
+    b_place = tl.cumsum(head.to(tl.int32), 0) - 1
+    b_page = tl.load(page_table_ptr + i_seq.to(tl.int64) * stride_pb + b_block, mask=m_c, other=0)
+    tl.store(list_pages_ptr + i_list * CHOICES + b_place, b_page, mask=head)
+    tl.store(list_members_ptr + i_list * CHOICES + b_place, b_members, mask=head)
+    tl.store(list_len_ptr + i_list, tl.sum(head.to(tl.int32), 0))
+    if MIN_MEMBERS > 1:
+        left = m_c & (shared == 0)
+        same_query = (o_q[:, None] == o_q[None, :]) & (left[None, :])
+        b_r = tl.sum((same_query & earlier).to(tl.int32), 1)
+        b_key = i_h * num_pages + b_page
+        b_rank = tl.atomic_add(page_count_ptr + b_key, 1, mask=left, sem="relaxed")
+        o_left = (i_h.to(tl.int64) * num_tokens + o_t) * R + b_r
+        tl.store(leftover_page_ptr + o_left, b_key, mask=left)
+        tl.store(leftover_rank_ptr + o_left, b_rank, mask=left)
+        b_num = tl.sum(same_query.to(tl.int32), 1)
+        m_q = (o_k == 0) & (first + o_q >= begin) & (first + o_q < end)
+        tl.store(num_leftovers_ptr + i_h.to(tl.int64) * num_tokens + o_t, b_num, mask=m_q)
+
+
+@triton.jit
+def _unit_kernel(
+    page_count_ptr,
+    page_begin_ptr,
+    unit_page_ptr,
+    unit_begin_ptr,
+    unit_len_ptr,
+    totals_ptr,
+    num_keys,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid over (KV head, page) keys: gives every page its range of the sorted leftovers and cuts the range into units."""
+    o_key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b_count = tl.load(page_count_ptr + o_key, mask=o_key < num_keys, other=0)
+    b_units = (b_count + UNIT - 1) // UNIT
+    num_units = tl.sum(b_units, 0)
+    if num_units == 0:
+        return
+    base = tl.atomic_add(totals_ptr, tl.sum(b_count, 0), sem="relaxed")
+    unit_base = tl.atomic_add(totals_ptr + 1, num_units, sem="relaxed")
+    b_begin = base + tl.cumsum(b_count, 0) - b_count
+    b_unit = unit_base + tl.cumsum(b_units, 0) - b_units
+    tl.store(page_begin_ptr + o_key, b_begin, mask=b_count > 0)
+    for i in range(tl.max(b_units, 0)):
+        m_unit = i < b_units
+        tl.store(unit_page_ptr + b_unit + i, o_key, mask=m_unit)
+        tl.store(unit_begin_ptr + b_unit + i, b_begin + i * UNIT, mask=m_unit)
+        tl.store(unit_len_ptr + b_unit + i, tl.minimum(UNIT, b_count - i * UNIT), mask=m_unit)
+
+
+@triton.jit
+def _sort_kernel(
+    num_leftovers_ptr,
+    leftover_page_ptr,
+    leftover_rank_ptr,
+    page_begin_ptr,
+    leftovers_ptr,
+    num_slots,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid over all leftover numbers: puts each existing one at its place in the sorted order."""
+    o_left = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m_left = o_left < num_slots
+    b_num = tl.load(num_leftovers_ptr + o_left // R, mask=m_left, other=0)
+    m_left = m_left & (o_left % R < b_num)
+    b_key = tl.load(leftover_page_ptr + o_left, mask=m_left, other=0)
+    b_rank = tl.load(leftover_rank_ptr + o_left, mask=m_left, other=0)
+    b_begin = tl.load(page_begin_ptr + b_key, mask=m_left, other=0)
+    tl.store(leftovers_ptr + b_begin + b_rank, o_left, mask=m_left)
+
+
+def build_plan(selection: Tensor, batch: AttentionBatch, num_pages: int, tile: int, min_members: int) -> SparsePlan:
+    """Build the work lists of a prefill batch; five launches at most, no host synchronisation.
+
+    Args:
+        selection: [Hkv, T, topk] int32.
+        batch: prefill sequences.
+        num_pages: pages of the lane, P; Hkv * P fits in 31 bits.
+        tile: queries per tile, a power of two that divides the page and is at most 32.
+        min_members: queries of a tile that make a block shared; 1 leaves nothing for page-major work.
+    """
+    num_heads, num_tokens, topk = selection.shape
+    device = selection.device
+    num_tiles = num_query_tiles(batch, tile)
+    topk_pad = triton.next_power_of_2(topk)
+    width = tile * topk_pad
+    num_keys = num_heads * num_pages
+    assert num_keys < 2**31
+    max_leftovers = topk - 1 if min_members > 1 else 0
+    num_slots = num_heads * num_tokens * max_leftovers
+    max_units = min(num_slots, num_slots // UNIT + num_keys)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    counters = torch.zeros(num_keys + 2 if max_leftovers else 2, dtype=torch.int32, device=device)
+    totals, page_count = counters[:2], counters[2:]
+    plan = SparsePlan(
+        tile=tile,
+        num_tiles=num_tiles,
+        max_leftovers=max_leftovers,
+        list_pages=ints(num_tiles, num_heads, width),
+        list_members=ints(num_tiles, num_heads, width),
+        list_len=ints(num_tiles, num_heads),
+        num_leftovers=ints(num_heads, num_tokens),
+        leftovers=torch.empty(num_slots, dtype=torch.int64, device=device),
+        unit_page=ints(max_units),
+        unit_begin=ints(max_units),
+        unit_len=ints(max_units),
+        totals=totals,
+    )
+    leftover_page, leftover_rank = ints(num_slots), ints(num_slots)
+    _list_kernel[(num_tiles, num_heads)](
+        selection,
+        batch.query_start,
+        batch.seq_lens,
+        batch.page_table,
+        plan.list_pages,
+        plan.list_members,
+        plan.list_len,
+        plan.num_leftovers,
+        leftover_page,
+        leftover_rank,
+        page_count,
+        batch.seq_lens.shape[0],
+        num_tokens,
+        num_pages,
+        selection.stride(0),
+        selection.stride(1),
+        batch.page_table.stride(0),
+        PAGE=batch.page_size,
+        TOPK=topk,
+        TOPK_PAD=topk_pad,
+        TILE=tile,
+        MIN_MEMBERS=min_members,
+        BLOCK_B=padded_num_seqs(batch),
+        num_warps=4,
+    )
+    if max_leftovers:
+        page_begin = ints(num_keys)
+        _unit_kernel[(triton.cdiv(num_keys, _KEYS_PER_PROGRAM),)](
+            page_count,
+            page_begin,
+            plan.unit_page,
+            plan.unit_begin,
+            plan.unit_len,
+            plan.totals,
+            num_keys,
+            UNIT=UNIT,
+            BLOCK=_KEYS_PER_PROGRAM,
+        )
+        _sort_kernel[(triton.cdiv(num_slots, _CHOICES_PER_PROGRAM),)](
+            plan.num_leftovers,
+            leftover_page,
+            leftover_rank,
+            page_begin,
+            plan.leftovers,
+            num_slots,
+            R=max_leftovers,
+            BLOCK=_CHOICES_PER_PROGRAM,
+        )
+    return plan
