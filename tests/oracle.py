@@ -21,6 +21,10 @@ from tests.paged import PagedCase, paged_case
 
 IMAGE_TOKEN, VIDEO_TOKEN = 250, 251
 
+# With this seed no index score or router score of the tests comes closer than 5e-5 to its rival for the last place, some twenty
+# times the rounding noise, so that both implementations must select the same blocks and experts on any CPU.
+SEED = 2
+
 
 class SilentProgress:
     """Follows a load without a word."""
