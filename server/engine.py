@@ -142,9 +142,12 @@ def start(launch: EngineLaunch, channel: EngineChannel) -> EngineParts | None:
 
 def exit_with_parent() -> None:
     """Leave at once when standard input ends: the front is gone, nobody waits for an answer."""
+    stdin = sys.stdin.fileno()
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        # Not through sys.stdin: its lock, held by a daemon thread, would break the interpreter's own exit.
+        while os.read(stdin, 4096):
+            pass
         os._exit(1)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()

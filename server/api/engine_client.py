@@ -94,6 +94,11 @@ class EngineClient:
         """The engine's process id, once it was spawned."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def exit_code(self) -> int | None:
+        """How the engine process left; None before. 0 only after `close`."""
+        return None if self._process is None else self._process.returncode
+
     async def start(self) -> None:
         """Spawn the engine; returns before the model is loaded."""
         self._address = make_address()

@@ -210,6 +210,7 @@ def test_close_leaves_no_process_no_socket_and_no_open_request():
         assert ends == ["r"]
         assert isinstance((await collect(stream))[-1], Failed)
         assert not client.died.is_set()
+        assert client.exit_code == 0
         assert not client._address.exists()
         with pytest.raises(ProcessLookupError):
             os.kill(client.pid, 0)

@@ -1,0 +1,257 @@
+"""The runner's bookkeeping, seen by a model that writes down what it is given."""
+
+import numpy as np
+import pytest
+import torch
+
+from server.kvcache.pools import CachePools, CacheSpec
+from server.messages import MediaItem, MediaKind, SamplingParams, SlabRef, TokenRange
+from server.model.runner import ModelRunner
+from server.scheduler.plan import Chunk, NewSequence, StepPlan
+
+PAGE, VOCAB, HIDDEN = 4, 32, 3
+SPEC = CacheSpec((False, True), num_kv_heads=1, head_dim=2, index_dim=2, page_size=PAGE, dtype=torch.float32)
+
+
+class NotingModel:
+    """Continues every sequence with its last token plus one; an item's features are its first pixel."""
+
+    def __init__(self):
+        self.steps = []
+        self.num_logit_rows = []
+        self.encoded = []
+        self.broken_rows = []
+        self.error = None
+
+    def forward(self, token_ids, batch, pools, embeddings):
+        if self.error is not None:
+            raise self.error
+        self.steps.append((token_ids, batch, embeddings))
+        return token_ids[:, None].expand(-1, HIDDEN).float()
+
+    def logits(self, hidden_rows):
+        self.num_logit_rows.append(hidden_rows.shape[0])
+        logits = torch.nn.functional.one_hot(hidden_rows[:, 0].long() + 1, VOCAB).float()
+        logits[self.broken_rows] = torch.nan
+        return logits
+
+    def encode_media(self, pixels, kind, grid_thw):
+        self.encoded.append((pixels.shape, kind))
+        first = pixels.flatten()[0].item()
+        return first + torch.arange(pixels.shape[0] // 4)[:, None].expand(-1, HIDDEN) / 100
+
+
+@pytest.fixture
+def model():
+    return NotingModel()
+
+
+@pytest.fixture
+def pools():
+    pools = CachePools(SPEC, 16, torch.device("cpu"))
+    for lane in (pools.dense, pools.index, pools.sparse):
+        lane.zero_()
+    return pools
+
+
+@pytest.fixture
+def runner(model, pools):
+    return runner_on(model, pools)
+
+
+def runner_on(model, pools, read_pixels=None, **options):
+    return ModelRunner(
+        model,
+        pools,
+        max_num_seqs=4,
+        max_model_len=40,
+        vocab_size=VOCAB,
+        read_pixels=read_pixels or (lambda ref: np.full(ref.num_bytes, ref.offset, dtype=np.uint8)),
+        base_seed=0,
+        **options,
+    )
+
+
+def new(slot, token_ids, *, media=(), **sampling):
+    params = SamplingParams(max_tokens=9, **{"temperature": 0.0, **sampling})
+    return NewSequence(slot, f"r{slot}", list(token_ids), len(token_ids), params, media)
+
+
+def step(runner, *chunks, new_sequences=(), released=()):
+    return runner.execute(StepPlan(0, tuple(released), tuple(new_sequences), chunks))
+
+
+def sampled(result):
+    assert not result.failures
+    return {token.slot: token.token_id for token in result.sampled}
+
+
+def test_a_decode_step_reads_its_token_from_the_device(runner, model):
+    result = step(runner, Chunk(2, 0, 3, (5,), samples=True), new_sequences=[new(2, [7, 8, 9])])
+    assert sampled(result) == {2: 10}
+    assert sampled(step(runner, Chunk(2, 3, 1, (), samples=True))) == {2: 11}
+    assert sampled(step(runner, Chunk(2, 4, 1, (3,), samples=True))) == {2: 12}
+    assert [token_ids.tolist() for token_ids, _, _ in model.steps] == [[7, 8, 9], [10], [11]]
+    _, batch, _ = model.steps[-1]
+    assert batch.positions.tolist() == [4]
+    assert batch.page_table.tolist() == [[5, 3]]
+    assert batch.slot_mapping.tolist() == [3 * PAGE]
+    assert batch.seq_lens.tolist() == [5]
+
+
+def test_a_mixed_batch_is_laid_out_as_the_kernels_expect_it(runner, model):
+    step(runner, Chunk(0, 0, 2, (1,), samples=True), new_sequences=[new(0, [3, 4])])
+    result = step(
+        runner,
+        Chunk(0, 2, 1, (), samples=True),
+        Chunk(1, 0, 1, (2,), samples=False),
+        Chunk(3, 0, 6, (9, 8), samples=True),
+        Chunk(2, 4, 3, (6, 7), samples=False),
+        new_sequences=[new(1, [20, 21]), new(3, range(10, 16)), new(2, range(1, 12))],
+    )
+    assert sampled(result) == {0: 6, 3: 16}
+    token_ids, batch, embeddings = model.steps[-1]
+    assert embeddings is None
+    assert token_ids.tolist() == [5, 20, 10, 11, 12, 13, 14, 15, 5, 6, 7]
+    assert batch.num_decodes == 2
+    assert batch.query_start.tolist() == [0, 1, 2, 8, 11]
+    assert batch.sequence_of_token.tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3]
+    assert batch.positions.tolist() == [2, 0, 0, 1, 2, 3, 4, 5, 4, 5, 6]
+    assert batch.seq_lens.tolist() == [3, 1, 6, 7]
+    assert batch.slot_mapping.tolist() == [6, 8, 36, 37, 38, 39, 32, 33, 28, 29, 30]
+    assert batch.page_table[2:].tolist() == [[9, 8], [6, 7]]
+    assert ((batch.page_table >= 0) & (batch.page_table < 16)).all()
+    assert (batch.max_query_len, batch.max_seq_len, batch.page_size) == (6, 7, PAGE)
+    assert [tensor.dtype for tensor in (token_ids, batch.positions, batch.slot_mapping)] == [torch.int64] * 3
+    int32 = (batch.query_start, batch.seq_lens, batch.page_table, batch.sequence_of_token)
+    assert [tensor.dtype for tensor in int32] == [torch.int32] * 4
+    assert model.num_logit_rows == [1, 2]
+
+
+def test_a_step_without_a_complete_sequence_samples_nothing(runner, model):
+    assert step(runner, Chunk(0, 0, 2, (1,), samples=False), new_sequences=[new(0, [3, 4, 5])]).sampled == ()
+    assert model.num_logit_rows == []
+
+
+def test_a_slot_is_given_to_its_next_sequence_in_the_same_plan(runner, model):
+    step(runner, Chunk(0, 0, 6, (1, 2), samples=True), new_sequences=[new(0, range(6))])
+    result = step(runner, Chunk(0, 0, 2, (3,), samples=True), new_sequences=[new(0, [8, 9])], released=[0])
+    assert sampled(result) == {0: 10}
+    assert model.steps[-1][1].page_table.tolist() == [[3]]
+
+
+def test_a_resumed_sequence_brings_its_output_along(runner, model):
+    step(runner, Chunk(0, 0, 2, (1,), samples=True), new_sequences=[new(0, [3, 4])])
+    resumed = NewSequence(1, "r0", [3, 4, 5], 2, SamplingParams(max_tokens=9, temperature=0.0), ())
+    assert sampled(step(runner, Chunk(1, 0, 3, (2,), samples=True), new_sequences=[resumed], released=[0])) == {1: 6}
+    assert model.steps[-1][0].tolist() == [3, 4, 5]
+
+
+def test_slots_may_be_released_without_work_and_more_than_once(runner):
+    assert step(runner, released=[0, 3]).sampled == ()
+    step(runner, Chunk(0, 0, 1, (1,), samples=True), new_sequences=[new(0, [3])], released=[0])
+    assert step(runner, released=[0]) == step(runner, released=[0])
+
+
+def test_a_row_that_is_not_finite_fails_its_slot_alone(runner, model):
+    model.broken_rows = [1]
+    chunks = [Chunk(slot, 0, 1, (slot,), samples=True) for slot in range(3)]
+    result = step(runner, *chunks, new_sequences=[new(slot, [slot]) for slot in range(3)])
+    assert [(token.slot, token.token_id) for token in result.sampled] == [(0, 1), (2, 3)]
+    assert [failure.slot for failure in result.failures] == [1]
+
+
+def test_after_a_step_that_raised_the_slots_can_be_used_again(runner, model):
+    model.error = RuntimeError("no")
+    with pytest.raises(RuntimeError):
+        step(runner, Chunk(0, 0, 5, (1, 2), samples=True), new_sequences=[new(0, range(5))])
+    model.error = None
+    assert sampled(step(runner, Chunk(0, 0, 1, (3,), samples=True), new_sequences=[new(0, [4])], released=[0])) == {0: 5}
+
+
+def test_poison_covers_fresh_pages_and_spares_the_prefix(model, pools):
+    runner = runner_on(model, pools, poison_pages=True)
+    step(runner, Chunk(0, 2 * PAGE, 3, (4, 5, 6), samples=False), new_sequences=[new(0, range(14))])
+    is_poisoned = [bool(pools.kv_lane(0)[page].isnan().all()) for page in (4, 5, 6)]
+    assert is_poisoned == [False, False, True]
+    pools.kv_lane(0)[6] = 0
+    step(runner, Chunk(0, 11, 3, (7,), samples=True))
+    assert not pools.kv_lane(0)[6].isnan().any()
+    assert pools.kv_lane(0)[7].isnan().all()
+
+
+def picture(first_pixel, offset, num_tokens=4):
+    ref = SlabRef(first_pixel, num_tokens * 4 * 3 * 14 * 14, 1)
+    return MediaItem(MediaKind.IMAGE, b"h" * 32, (1, 2, 2 * num_tokens), (TokenRange(offset, num_tokens),), ref)
+
+
+def test_only_the_features_of_the_chunk_are_placed(runner, model):
+    media = (picture(10, 2), picture(20, 7))
+    sequences = [new(0, [1]), new(1, range(12), media=media)]
+    step(runner, Chunk(0, 0, 1, (0,), samples=True), Chunk(1, 0, 4, (1,), samples=False), new_sequences=sequences)
+    rows, features = model.steps[-1][2]
+    assert rows.tolist() == [3, 4]
+    assert features[:, 0].tolist() == pytest.approx([10.0, 10.01])
+    step(runner, Chunk(0, 1, 1, (), samples=True), Chunk(1, 4, 6, (2, 3), samples=False))
+    rows, features = model.steps[-1][2]
+    assert rows.tolist() == [1, 2, 4, 5, 6]
+    assert features[:, 0].tolist() == pytest.approx([10.02, 10.03, 20.0, 20.01, 20.02])
+    step(runner, Chunk(1, 10, 1, (), samples=False))
+    assert model.steps[-1][2][1][:, 0].tolist() == pytest.approx([20.03])
+    step(runner, Chunk(1, 11, 1, (), samples=True))
+    assert model.steps[-1][2] is None
+    assert model.encoded == [(torch.Size([16, 3, 14, 14]), MediaKind.IMAGE)] * 2
+
+
+def test_the_features_of_a_clip_fill_its_ranges_in_order(runner, model):
+    ref = SlabRef(30, 16 * 3 * 2 * 14 * 14, 1)
+    clip = MediaItem(MediaKind.VIDEO, b"h" * 32, (2, 2, 4), (TokenRange(1, 2), TokenRange(5, 2)), ref)
+    step(runner, Chunk(0, 2, 6, (1, 2), samples=True), new_sequences=[new(0, range(8), media=(clip,))])
+    rows, features = model.steps[-1][2]
+    assert rows.tolist() == [0, 3, 4]
+    assert features[:, 0].tolist() == pytest.approx([30.01, 30.02, 30.03])
+    assert model.encoded == [(torch.Size([16, 3, 2, 14, 14]), MediaKind.VIDEO)]
+
+
+def test_a_picture_behind_a_prefix_hit_is_not_encoded(runner, model):
+    sequence = new(0, range(10), media=(picture(10, 1),))
+    step(runner, Chunk(0, 2 * PAGE, 2, (1, 2, 3), samples=True), new_sequences=[sequence])
+    assert model.encoded == []
+
+
+@pytest.mark.parametrize("fault", ["unreadable", "too short"])
+def test_a_picture_that_cannot_be_had_fails_its_slot_alone(model, pools, fault):
+    def read(ref):
+        if fault == "unreadable":
+            raise ValueError("the range was reused")
+        return np.zeros(ref.num_bytes - 1, dtype=np.uint8)
+
+    runner = runner_on(model, pools, read)
+    result = step(
+        runner,
+        Chunk(1, 0, 1, (1,), samples=True),
+        Chunk(0, 0, 6, (2, 3), samples=True),
+        new_sequences=[new(1, [4]), new(0, range(6), media=(picture(10, 1),))],
+    )
+    assert [(token.slot, token.token_id) for token in result.sampled] == [(1, 5)]
+    assert [failure.slot for failure in result.failures] == [0]
+    assert model.steps[-1][0].tolist() == [4]
+
+
+def test_a_step_of_failures_only_runs_no_model(model, pools):
+    def read(ref):
+        raise ValueError("the range was reused")
+
+    runner = runner_on(model, pools, read)
+    result = step(runner, Chunk(0, 0, 6, (2, 3), samples=True), new_sequences=[new(0, range(6), media=(picture(10, 1),))])
+    assert [failure.slot for failure in result.failures] == [0]
+    assert model.steps == []
+
+
+def test_a_lost_device_is_not_one_requests_fault(model, pools):
+    def read(ref):
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    runner = runner_on(model, pools, read)
+    with pytest.raises(torch.AcceleratorError):
+        step(runner, Chunk(0, 0, 6, (2, 3), samples=True), new_sequences=[new(0, range(6), media=(picture(10, 1),))])
