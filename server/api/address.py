@@ -30,13 +30,14 @@ def _listening() -> list[tuple[str, int]]:
         return addresses
     for descriptor in descriptors:
         try:
-            with socket.socket(fileno=os.dup(descriptor)) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(
-                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-                ):
-                    addresses.append(copy.getsockname()[:2])
+            found = socket.socket(fileno=descriptor)
         except OSError:
-            continue  # not a socket, or closed meanwhile
+            continue  # not a socket
+        try:
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                addresses.append(found.getsockname()[:2])
+        finally:
+            found.detach()  # it is somebody else's
     return addresses
 
 

@@ -91,7 +91,7 @@ class Generation:
         return prepared
 
     async def next(self) -> list[ChunkChoice]:
-        """The next deltas; none at all after `HEARTBEAT_S` of silence.
+        """The next deltas, at least one; none at all when there was nothing to say for `HEARTBEAT_S`.
 
         Raises:
             M3Error: the request failed in the engine, or the engine died.
@@ -100,13 +100,15 @@ class Generation:
             self._opened = True
             self._pending = {self._event_of(index): index for index in range(len(self._streams))}
             return [choice.open() for choice in self._choices]
-        done, _ = await asyncio.wait(self._pending, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
         deltas: list[ChunkChoice] = []
-        for index, task in sorted((self._pending.pop(task), task) for task in done):
-            event = task.result()
-            deltas += self._on_event(index, event)
-            if isinstance(event, Tokens):
-                self._pending[self._event_of(index)] = index
+        deadline_s = time.monotonic() + HEARTBEAT_S
+        # Tokens whose text is held back give no delta.
+        while self._pending and not deltas:
+            timeout_s = max(0.0, deadline_s - time.monotonic())
+            done, _ = await asyncio.wait(self._pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            deltas = self._take(done)
         self.finished = not self._pending
         return deltas
 
@@ -178,6 +180,17 @@ class Generation:
             lease.hold()
         self._streams.append(stream)
         self._choices.append(ChoiceAssembler(index, self._service.chat_format, call.thinking_mode, call.stops))
+
+    def _take(self, done: set[asyncio.Task[RequestEvent]]) -> list[ChunkChoice]:
+        """The deltas of the events that arrived, in the order of the choices."""
+        deltas: list[ChunkChoice] = []
+        for task in sorted(done, key=self._pending.__getitem__):
+            index = self._pending.pop(task)
+            event = task.result()
+            deltas += self._on_event(index, event)
+            if isinstance(event, Tokens):
+                self._pending[self._event_of(index)] = index
+        return deltas
 
     def _event_of(self, index: int) -> asyncio.Task[RequestEvent]:
         return asyncio.ensure_future(anext(self._streams[index]))

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 
+from server.media.geometry import MAX_LONG_SIDE_CAP, MIN_LONG_SIDE_CAP
+
 # Each choice is a sequence of its own in the engine; more belongs in separate requests, where admission sees it.
 MAX_CHOICES: Final = 16
 MAX_STOP_STRINGS: Final = 16
@@ -45,7 +47,7 @@ class ImageUrl(Body):
 
     url: str
     detail: Literal["auto", "low", "default", "high"] | None = None
-    max_long_side_pixel: int | None = None
+    max_long_side_pixel: Annotated[int, Field(ge=MIN_LONG_SIDE_CAP, le=MAX_LONG_SIDE_CAP)] | None = None
 
 
 class ImageContent(Body):

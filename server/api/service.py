@@ -70,7 +70,7 @@ class Service:
         self._ready: Ready | None = None
         self._checker: Checker | None = None
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="prepare")
-        self._supervisor: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def engine(self) -> EngineClient:
@@ -134,13 +134,13 @@ class Service:
         if self._engine is None:
             self._engine = EngineClient(self.settings, self.media.slab_name)
         await self.engine.start()
-        self._supervisor = asyncio.create_task(self._supervise(), name="supervisor")
+        self._tasks.append(asyncio.create_task(self._supervise(), name="supervisor"))
 
     async def stop(self) -> None:
         """Stop the children. Does not return when the process has to end because of the engine."""
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.gather(self._supervisor, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._engine is not None:
             await self._engine.close()
         await self.media.close()
@@ -179,9 +179,8 @@ class Service:
             media_limits=MediaLimits(self.settings.max_images, self.settings.max_image_bytes),
             chat_format=self._chat_format,
         )
-        url = await listening_url()
-        logger.info("ready: %s, sequences of up to %d tokens; try it:", self.settings.model_name, ready.max_model_len)
-        print(curl_line(url), file=sys.stderr, flush=True)
+        logger.info("ready: %s, sequences of up to %d tokens", self.settings.model_name, ready.max_model_len)
+        self._tasks.append(asyncio.create_task(show_example(), name="example"))
 
     def _snapshot(self) -> EngineSnapshot:
         stats = None if self._engine is None else self._engine.stats
@@ -193,10 +192,12 @@ class Service:
         )
 
 
-def curl_line(url: str) -> str:
-    """A command that gets an answer from the server at `url`."""
+async def show_example() -> None:
+    """Print a command that gets an answer from this server."""
+    url = await listening_url()
     body = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}'
-    return f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+    command = f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+    print(f"\nReady. Try it:\n{command}\n", file=sys.stderr, flush=True)
 
 
 def leave() -> None:

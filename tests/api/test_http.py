@@ -1,0 +1,160 @@
+import asyncio
+
+import pytest
+
+from server import __version__
+from tests.api.scripted import CHAT, Say, ScriptedEngine, chat, http_client
+
+
+def ask(scenario, engine=None, **settings):
+    """Run `scenario(client)` against an application of its own."""
+
+    async def run():
+        async with asyncio.timeout(30), http_client(engine or ScriptedEngine(Say("x")), **settings) as client:
+            return await scenario(client)
+
+    return asyncio.run(run())
+
+
+def test_before_the_model_is_loaded_the_server_lives_and_is_not_ready():
+    engine = ScriptedEngine(Say("x"), ready=False)
+
+    async def scenario(client):
+        paths = ["/livez", "/readyz", "/health", "/v1/models", "/metrics"]
+        before = [(await client.get(path)).status_code for path in paths]
+        refused = await client.post(CHAT, json=chat())
+        engine.become_ready()
+        while True:
+            await asyncio.sleep(0)
+            if (await client.get("/readyz")).status_code == 200:
+                break
+        return before, refused, await client.post(CHAT, json=chat())
+
+    before, refused, answered = ask(scenario, engine)
+    assert before == [200, 503, 503, 200, 200]
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "engine_unavailable"
+    assert int(refused.headers["retry-after"]) > 0
+    assert answered.status_code == 200
+
+
+def test_models_and_version():
+    async def scenario(client):
+        paths = ["/v1/models", "/v1/models/org/m3", "/v1/models/other", "/version"]
+        return [await client.get(path) for path in paths]
+
+    models, model, other, version = ask(scenario, served_model_name="org/m3")
+    (entry,) = models.json()["data"]
+    assert models.json()["object"] == "list"
+    assert (entry["id"], entry["object"], entry["max_model_len"]) == ("org/m3", "model", 4096)
+    assert model.json() == entry
+    assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+    assert version.json() == {"version": __version__}
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", CHAT, 405), ("POST", "/health", 405)])
+def test_unknown_routes_and_methods_have_the_error_shape(method, path, status):
+    response = ask(lambda client: client.request(method, path))
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert ("allow" in response.headers) == (status == 405)
+
+
+@pytest.mark.parametrize("declares_length", [True, False])
+def test_a_body_over_the_limit_is_a_413(declares_length):
+    num_sent = 0
+
+    async def chunks():
+        nonlocal num_sent
+        for _ in range(1000):
+            num_sent += 1
+            yield b" " * 100
+
+    content = b" " * 2000 if declares_length else chunks()
+    response = ask(lambda client: client.post(CHAT, content=content), max_body_bytes=1000)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "payload_too_large"
+    assert num_sent < 20
+
+
+def test_a_body_at_the_limit_is_read():
+    raw = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    response = ask(lambda client: client.post(CHAT, content=raw), max_body_bytes=len(raw))
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(("given", "is_kept"), [("abc-1.2:3_4", True), ("", False), ("a b", False), ("x" * 129, False)])
+def test_the_request_id_is_the_clients_or_a_new_one(given, is_kept):
+    response = ask(lambda client: client.get("/nope", headers={"x-request-id": given}))
+    answered = response.headers["x-request-id"]
+    assert (answered == given) == is_kept
+    assert answered
+
+
+def test_the_same_request_id_twice_at_once_is_no_conflict():
+    async def scenario(client):
+        headers = {"x-request-id": "same"}
+        return await asyncio.gather(*(client.post(CHAT, json=chat(), headers=headers) for _ in range(2)))
+
+    assert [response.status_code for response in ask(scenario)] == [200, 200]
+
+
+def test_a_bug_is_a_500_that_says_and_logs_nothing_of_the_request(caplog):
+    engine = ScriptedEngine(Say("x"))
+    content = "very secret prompt"
+
+    def submit(message, on_end=None):
+        raise KeyError(content)
+
+    engine.submit = submit
+    response = ask(lambda client: client.post(CHAT, json=chat(), headers={"x-request-id": "id-1"}), engine)
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert "secret" not in caplog.text
+    assert "id-1 failed with KeyError" in caplog.text
+    assert "in submit" in caplog.text
+
+
+def test_metrics_show_the_engine_and_the_requests():
+    async def scenario(client):
+        await client.post(CHAT, json=chat())
+        await client.post(CHAT, json=chat(n=0))
+        return await client.get("/metrics")
+
+    response = ask(scenario, served_model_name="m3")
+    assert response.headers["content-type"].startswith("text/plain")
+    lines = response.text.splitlines()
+    for expected in (
+        "m3_engine_up 1.0",
+        "m3_sequences_open 0.0",
+        "m3_sequences_running 1.0",
+        "m3_sequences_waiting 2.0",
+        "m3_cache_pages 100.0",
+        "m3_cache_free_pages 70.0",
+        "m3_preemptions_total 8.0",
+        "m3_prefix_hit_tokens_total 3.0",
+        'm3_requests_total{status="200"} 1.0',
+        'm3_requests_total{status="400"} 1.0',
+        'm3_choices_total{finish_reason="stop"} 1.0',
+        "m3_time_to_first_token_seconds_count 1.0",
+        "m3_request_seconds_count 2.0",
+        'vllm:num_requests_running{model_name="m3"} 1.0',
+        'vllm:num_requests_waiting{model_name="m3"} 2.0',
+        'vllm:cache_config_info{block_size="128",model_name="m3",num_gpu_blocks="100"} 1.0',
+    ):
+        assert expected in lines
+    (usage,) = [line for line in lines if line.startswith("vllm:kv_cache_usage_perc{")]
+    assert float(usage.split()[-1]) == pytest.approx(0.2)
+
+
+def test_every_family_is_described_once():
+    text = ask(lambda client: client.get("/metrics")).text
+    described = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP")]
+    assert len(described) == len(set(described))
+
+
+def test_the_openapi_document_describes_the_chat_body():
+    document = ask(lambda client: client.get("/openapi.json")).json()
+    schema = document["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "messages" in schema["properties"]

@@ -1,0 +1,296 @@
+import json
+
+import pytest
+
+from server.settings import ThinkingMode
+from tests.api.scripted import Say, ScriptedEngine, ScriptedMedia, chat, post, tiny_format
+
+VOCAB = 300
+PNG = "data:image/png;base64,aGVsbG8="
+
+
+def part(**fields):
+    return {"messages": [{"role": "user", "content": [fields]}]}
+
+
+def message(**fields):
+    return {"messages": [{"role": "user", "content": "hi"}, fields]}
+
+
+BAD = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "narrator", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (part(type="text"), "messages[0].content[0].text"),
+    (part(type="text", text=1), "messages[0].content[0].text"),
+    (part(type="input_audio", input_audio={}), "messages[0].content[0]"),
+    (part(type="video_url", video_url={"url": PNG}), "messages[0].content[0].video_url"),
+    (part(type="image_url"), "messages[0].content[0].image_url"),
+    (part(type="image_url", image_url={"url": 5}), "messages[0].content[0].image_url.url"),
+    (part(type="image_url", image_url={"url": "https://example.com/a.png"}), "messages[0].content[0].image_url"),
+    (part(type="image_url", image_url={"url": "data:image/png;base64,???"}), "messages[0].content[0].image_url"),
+    (part(type="image_url", image_url={"url": PNG, "detail": "ultra"}), "messages[0].content[0].image_url.detail"),
+    (
+        part(type="image_url", image_url={"url": PNG, "max_long_side_pixel": 7}),
+        "messages[0].content[0].image_url.max_long_side_pixel",
+    ),
+    (part(), "messages[0].content[0]"),
+    (message(role="tool", content="x", tool_call_id="a"), "messages[1].role"),
+    (
+        message(role="assistant", tool_calls=[{"id": "a", "function": {"name": "f", "arguments": "{"}}]),
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    (message(role="assistant", tool_calls=[{"id": "a"}]), "messages[1].tool_calls[0].function"),
+    (chat(max_tokens=0), "max_tokens"),
+    (chat(max_tokens=-1), "max_tokens"),
+    (chat(max_tokens="5"), "max_tokens"),
+    (chat(max_tokens=True), "max_tokens"),
+    (chat(max_tokens=2.5), "max_tokens"),
+    (chat(max_completion_tokens=0), "max_completion_tokens"),
+    (chat(min_tokens=9, max_tokens=8), "min_tokens"),
+    (chat(temperature=-0.1), "temperature"),
+    (chat(temperature=2.1), "temperature"),
+    (chat(temperature="1"), "temperature"),
+    (chat(temperature=True), "temperature"),
+    (chat(top_p=0), "top_p"),
+    (chat(top_p=1.1), "top_p"),
+    (chat(top_k=-2), "top_k"),
+    (chat(top_k=True), "top_k"),
+    (chat(min_p=-1), "min_p"),
+    (chat(min_p=2), "min_p"),
+    (chat(presence_penalty=2.5), "presence_penalty"),
+    (chat(frequency_penalty=-2.5), "frequency_penalty"),
+    (chat(repetition_penalty=0), "repetition_penalty"),
+    (chat(repetition_penalty=2.5), "repetition_penalty"),
+    (chat(seed=2**63), "seed"),
+    (chat(seed="1"), "seed"),
+    (chat(n=0), "n"),
+    (chat(n=17), "n"),
+    (chat(stop=""), "stop"),
+    (chat(stop=["a", ""]), "stop[1]"),
+    (chat(stop=["a"] * 17), "stop"),
+    (chat(stop="x" * 257), "stop"),
+    (chat(stop=5), "stop"),
+    (chat(stop_token_ids=[VOCAB]), "stop_token_ids"),
+    (chat(stop_token_ids=[-1]), "stop_token_ids"),
+    (chat(logprobs=True, top_logprobs=21), "top_logprobs"),
+    (chat(top_logprobs=3), "top_logprobs"),
+    (chat(logprobs=5), "logprobs"),
+    (chat(logit_bias={str(VOCAB): 1}), "logit_bias"),
+    (chat(logit_bias={"-1": 1}), "logit_bias"),
+    (chat(logit_bias={"abc": 1}), "logit_bias"),
+    (chat(logit_bias={"9" * 5000: 1}), "logit_bias"),
+    (chat(logit_bias={"1": 101}), "logit_bias.1"),
+    (chat(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"),
+    (chat(stream="yes"), "stream"),
+    (chat(stream_options={"include_usage": True}), "stream_options"),
+    (chat(stream=True, stream_options={"include_usage": "yes"}), "stream_options.include_usage"),
+    (chat(priority=2**31), "priority"),
+    (chat(priority=0.5), "priority"),
+    (chat(chat_template_kwargs={"thinking_mode": "loud"}), "chat_template_kwargs.thinking_mode"),
+    (chat(chat_template_kwargs={"enable_thinking": "no"}), "chat_template_kwargs.enable_thinking"),
+    (chat(thinking={"type": "loud"}), "thinking.type"),
+    (chat(reasoning_effort="huge"), "reasoning_effort"),
+    (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
+    (chat(tool_choice="required"), "tool_choice"),
+    (chat(response_format={"type": "json_object"}), "response_format"),
+    (chat(chat_template="{{ 1 }}"), "chat_template"),
+    (chat(guided_json={"type": "object"}), "guided_json"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD, ids=[f"{i}-{param}" for i, (_, param) in enumerate(BAD)])
+def test_a_bad_value_is_a_400_that_names_it_and_starts_nothing(body, param):
+    engine, media = ScriptedEngine(Say("x"), vocab_size=VOCAB), ScriptedMedia()
+    response = post(engine, body, media)
+    error = response.json()["error"]
+    assert response.status_code == 400, error
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert error["code"]
+    assert not engine.submitted
+    assert not media.planned
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": ' + b"[" * 5000,
+        json.dumps(chat()).encode() + b"x",
+        b"null",
+        b"[]",
+    ],
+)
+def test_what_is_not_a_json_object_is_a_400(raw):
+    response = post(ScriptedEngine(Say("x")), raw)
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("name", "literal"),
+    [("temperature", "NaN"), ("top_p", "Infinity"), ("min_p", "-Infinity"), ("temperature", "1e999"), ("seed", "9" * 5000)],
+)
+def test_numbers_that_json_cannot_hold_are_refused(name, literal):
+    raw = f'{{"messages": [{{"role": "user", "content": "hi"}}], "{name}": {literal}}}'.encode()
+    response = post(ScriptedEngine(Say("x")), raw)
+    assert response.status_code == 400
+
+
+def test_errors_do_not_echo_the_prompt():
+    body = {"messages": [{"role": "user", "content": "my secret"}, {"role": "my other secret"}], "n": 0}
+    assert "secret" not in post(ScriptedEngine(Say("x")), body).text
+
+
+def sampling_of(**fields):
+    engine = ScriptedEngine(Say("x"), vocab_size=VOCAB, max_model_len=2000)
+    response = post(engine, chat(**fields))
+    assert response.status_code == 200, response.text
+    return engine.submitted[0]
+
+
+def test_parameters_reach_the_engine():
+    submit = sampling_of(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        seed=-(2**63),
+        logit_bias={"3": -100, "299": 1.5},
+        logprobs=True,
+        top_logprobs=4,
+        stop_token_ids=[7, 7],
+        min_tokens=2,
+        priority=-3,
+    )
+    sampling = submit.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (7, 0.5, 0.9, 5, 0.1)
+    penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+    assert penalties == (0.25, -0.5, 1.5)
+    assert sampling.seed == -(2**63)
+    assert sampling.logit_bias == ((3, -100.0), (299, 1.5))
+    assert sampling.num_logprobs == 4
+    assert sampling.stop_token_ids == (*tiny_format().eos_token_ids, 7)
+    assert sampling.min_tokens == 2
+    assert submit.priority == -3
+
+
+def test_defaults_come_from_the_checkpoint():
+    sampling = sampling_of().sampling
+    defaults = tiny_format().defaults
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (defaults.temperature, defaults.top_p, defaults.top_k)
+    assert sampling.stop_token_ids == tiny_format().eos_token_ids
+    assert sampling.num_logprobs is None
+    assert sampling.seed is None
+
+
+def test_the_default_max_tokens_fills_the_window():
+    submit = sampling_of()
+    assert len(submit.prompt_token_ids) + submit.sampling.max_tokens == 2000
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_tokens": 5, "max_completion_tokens": 6}, 6),
+        ({"max_tokens": None, "max_completion_tokens": None, "n": None, "stop": None, "stream_options": None}, None),
+    ],
+)
+def test_max_completion_tokens_wins_and_null_means_absent(fields, expected):
+    submit = sampling_of(**fields)
+    assert submit.sampling.max_tokens == (expected or 2000 - len(submit.prompt_token_ids))
+
+
+@pytest.mark.parametrize(("given", "expected"), [(-1, 0), (0, 0), (1, 1), (VOCAB, 0), (10**30, 0)])
+def test_top_k_minus_one_zero_and_more_than_there_are_turn_it_off(given, expected):
+    assert sampling_of(top_k=given).sampling.top_k == expected
+
+
+def test_ignore_eos_leaves_only_the_clients_stop_tokens():
+    assert sampling_of(ignore_eos=True, stop_token_ids=[9]).sampling.stop_token_ids == (9,)
+
+
+def test_harmless_and_unknown_fields_are_ignored():
+    sampling_of(
+        tools=[],
+        tool_choice="auto",
+        response_format={"type": "text"},
+        store=False,
+        metadata={"a": 1},
+        user="me",
+        chat_template_kwargs={"unknown": [1]},
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode"),
+    [
+        ({}, ThinkingMode.ADAPTIVE),
+        ({"chat_template_kwargs": {"thinking_mode": "enabled"}}, ThinkingMode.ENABLED),
+        ({"chat_template_kwargs": {"thinking_mode": "disabled"}, "thinking": {"type": "enabled"}}, ThinkingMode.DISABLED),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, ThinkingMode.ENABLED),
+        ({"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "high"}, ThinkingMode.DISABLED),
+        ({"thinking": {"type": "adaptive"}}, ThinkingMode.ADAPTIVE),
+        ({"thinking": {"type": "enabled"}}, ThinkingMode.ENABLED),
+        ({"thinking": {"type": "disabled"}}, ThinkingMode.DISABLED),
+        ({"reasoning_effort": "none"}, ThinkingMode.DISABLED),
+        ({"reasoning_effort": "low"}, ThinkingMode.ENABLED),
+    ],
+)
+def test_every_spelling_of_the_thinking_switch_reaches_the_template_and_the_parser(fields, mode):
+    engine = ScriptedEngine(Say("a</mm:think>b"))
+    message = post(engine, chat(**fields)).json()["choices"][0]["message"]
+    prompt = tiny_format().decode(engine.submitted[0].prompt_token_ids[-4:])
+    expected = {
+        ThinkingMode.ENABLED: ("<mm:think>", "b", "a"),
+        ThinkingMode.DISABLED: ("</mm:think>", "a</mm:think>b", None),
+        ThinkingMode.ADAPTIVE: ("", "a</mm:think>b", None),
+    }
+    ending, content, reasoning = expected[mode]
+    assert prompt.endswith(ending or "ai\n")
+    assert (message["content"], message.get("reasoning_content")) == (content, reasoning)
+
+
+def test_the_servers_default_thinking_mode_holds_without_a_switch():
+    response = post(ScriptedEngine(Say("a</mm:think>b")), chat(), thinking_mode="enabled")
+    assert response.json()["choices"][0]["message"]["reasoning_content"] == "a"
+
+
+def test_another_model_is_a_404():
+    response = post(ScriptedEngine(Say("x")), chat(model="gpt-4o"))
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_the_stream_opens():
+    engine, media = ScriptedEngine(Say("x"), max_model_len=200), ScriptedMedia()
+    picture = {"type": "image_url", "image_url": {"url": PNG}}
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "word " * 500}, picture]}], "stream": True}
+    response = post(engine, body, media)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert not media.planned
+
+
+def test_a_prompt_and_max_tokens_that_do_not_fit_together_are_refused_with_the_numbers():
+    engine = ScriptedEngine(Say("x"), max_model_len=200)
+    error = post(engine, chat(max_tokens=199)).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "max_tokens"
+    assert "199" in error["message"]
+    assert "200" in error["message"]
