@@ -1,0 +1,263 @@
+import asyncio
+import contextlib
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+from media_cards import BLUE, RED, encode, halves, picture, run
+from PIL import Image
+
+from server.errors import EngineUnavailableError, MediaError
+from server.media.config import MediaConfig
+from server.media.image import fill_image
+from server.media.pipeline import MediaPipeline
+from server.media.slab import SlabReader
+from server.media.slab_file import GRANULE_BYTES
+from server.media.types import Detail, MediaOptions, MediaSource, ResizePolicy
+from server.messages import MediaKind
+from server.settings import Settings
+
+CARD = encode(Image.fromarray(picture(200, 150, seed=2)), "PNG")
+
+
+@contextlib.asynccontextmanager
+async def running(**options):
+    pipeline = MediaPipeline(MediaConfig(**{"num_workers": 1, "slab_bytes": 4 << 20, **options}))
+    await pipeline.start()
+    try:
+        yield pipeline
+    finally:
+        await pipeline.close()
+
+
+def source(data=CARD, *, param=None, **options):
+    return MediaSource(MediaKind.IMAGE, data, MediaOptions(**options), param)
+
+
+async def all_free(pipeline):
+    """Wait until every granule has come back: only then does a request for all of them go through."""
+    for ref in await pipeline.slab.allocate([pipeline.slab.capacity_bytes]):
+        pipeline.slab.free(ref)
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def test_the_engine_reads_the_pixels_that_the_plan_announced():
+    async def main():
+        async with running(num_workers=2) as pipeline:
+            data = [encode(Image.fromarray(picture(width, 90, seed=width)), "PNG") for width in (60, 200, 333)]
+            plans = await pipeline.plan([source(item) for item in data])
+            lease = await pipeline.load(plans)
+            reader = SlabReader(pipeline.slab_name)
+            for item, plan, ref in zip(data, plans, lease.refs, strict=True):
+                expected = np.empty(plan.num_bytes, np.uint8)
+                fill_image(item, plan.size, max_pixels=1 << 26, out=expected)
+                t, h, w = plan.grid_thw
+                assert ref.num_bytes == plan.num_bytes == t * h * w * 3 * 14 * 14
+                assert plan.num_tokens == t * h * w // 4
+                assert np.array_equal(reader.read(ref), expected)
+            reader.close()
+            lease.release()
+            lease.release()
+            assert pipeline.slab.free_bytes == pipeline.slab.capacity_bytes
+
+    run(main())
+
+
+def test_a_request_without_media_takes_nothing():
+    async def main():
+        async with running() as pipeline:
+            lease = await pipeline.load(await pipeline.plan([]))
+            assert lease.refs == ()
+            lease.release()
+
+    run(main())
+
+
+def test_options_choose_the_size_and_change_the_content_hash():
+    async def main():
+        data = encode(Image.new("RGB", (1920, 1080)), "PNG")
+        async with running() as pipeline:
+            plans = await pipeline.plan(
+                [
+                    source(data),
+                    source(data, detail=Detail.LOW),
+                    source(data, detail=Detail.HIGH),
+                    source(data, max_long_side_pixel=504),
+                    source(data, max_long_side_pixel=1008, detail=Detail.LOW),
+                ]
+            )
+            assert [plan.num_tokens for plan in plans] == [576, 576, 2691, 180, 720]
+            assert len({plan.content_hash for plan in plans}) == 4
+        async with running(image_policy=ResizePolicy.LONG_SIDE) as pipeline:
+            (plan,) = await pipeline.plan([source(data)])
+            assert plan.num_tokens == 2691
+
+    run(main())
+
+
+def test_the_first_item_at_fault_is_named_and_the_others_are_let_go():
+    async def main():
+        async with running() as pipeline:
+            items = [source(param="first"), source(b"junk", param="second"), source(b"%PDF", param="third"), source()]
+            with pytest.raises(MediaError) as caught:
+                await pipeline.plan(items)
+            assert caught.value.param == "second"
+            for wrong, message in (
+                (source(max_long_side_pixel=5, param="x"), "between 112 and 3584"),
+                (source(bytes((30 << 20) + 1), param="x"), "limit is 31457280"),
+                (source(b"", param="x"), "empty"),
+                (MediaSource(MediaKind.VIDEO, b"", param="x"), "Video"),
+            ):
+                with pytest.raises(MediaError, match=message) as caught:
+                    await pipeline.plan([source(), wrong])
+                assert caught.value.param == "x"
+
+    run(main())
+
+
+def test_200_pictures_in_one_request_and_not_one_more():
+    async def main():
+        async with running(num_workers=2, slab_bytes=200 * GRANULE_BYTES) as pipeline:
+            tiny = encode(halves(28, 28), "PNG")
+            lease = await pipeline.load(await pipeline.plan([source(tiny)] * 200))
+            assert len(set(lease.refs)) == 200
+            lease.release()
+            with pytest.raises(MediaError, match="201 pictures; the limit is 200"):
+                await pipeline.plan([source(tiny)] * 201)
+
+    run(main())
+
+
+def test_a_picture_whose_pixels_are_broken_gives_all_memory_back():
+    async def main():
+        noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 300, 3), np.uint8))
+        cut = encode(noise, "JPEG")[:-3000]
+        async with running() as pipeline:
+            plans = await pipeline.plan([source(), source(cut, param="cut"), source()])
+            with pytest.raises(MediaError, match="truncated") as caught:
+                await pipeline.load(plans)
+            assert caught.value.param == "cut"
+            await all_free(pipeline)
+
+    run(main())
+
+
+def test_media_larger_than_the_slab_are_refused_and_smaller_ones_wait_their_turn():
+    async def main():
+        async with running(slab_bytes=1 << 20) as pipeline:
+            (large,) = await pipeline.plan([source(encode(Image.new("RGB", (1000, 1000)), "PNG"))])
+            with pytest.raises(MediaError, match="room for 1048576"):
+                await pipeline.load([large])
+            (middle,) = await pipeline.plan([source(encode(Image.new("RGB", (504, 504)), "PNG"))])
+            first = await pipeline.load([middle])
+            second = asyncio.create_task(pipeline.load([middle]))
+            await until(lambda: pipeline.slab.num_waiting == 1)
+            first.release()
+            (await second).release()
+            await all_free(pipeline)
+
+    run(main())
+
+
+def test_a_worker_killed_while_it_fills_does_not_show():
+    async def main():
+        async with running() as pipeline:
+            plans = await pipeline.plan([source(encode(halves(), "PNG"))])
+            (pid,) = pipeline.pool.pids
+            os.kill(pid, signal.SIGSTOP)
+            loading = asyncio.create_task(pipeline.load(plans))
+            await until(lambda: pipeline.slab.free_bytes < pipeline.slab.capacity_bytes and not pipeline.pool.num_queued)
+            os.kill(pid, signal.SIGKILL)
+            lease = await loading
+            reader = SlabReader(pipeline.slab_name)
+            patches = reader.read(lease.refs[0]).reshape(-1, 3, 14, 14)
+            assert np.abs(patches[0, :, 3, 3].astype(int) - RED).max() <= 2
+            assert np.abs(patches[-1, :, 9, 9].astype(int) - BLUE).max() <= 2
+            del patches
+            reader.close()
+            assert pipeline.pool.num_deaths == 1
+
+    run(main())
+
+
+def test_memory_of_a_cancelled_request_stays_lent_as_long_as_a_worker_may_write_to_it():
+    async def main():
+        async with running() as pipeline:
+            plans = await pipeline.plan([source(), source()])
+            (pid,) = pipeline.pool.pids
+            os.kill(pid, signal.SIGSTOP)
+            loading = asyncio.create_task(pipeline.load(plans))
+            await until(lambda: pipeline.pool.num_queued == 1)
+            loading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+            one = -(-plans[0].num_bytes // GRANULE_BYTES) * GRANULE_BYTES
+            assert pipeline.slab.free_bytes == pipeline.slab.capacity_bytes - one  # the queued one's is back
+            os.kill(pid, signal.SIGCONT)
+            await all_free(pipeline)
+
+    run(main())
+
+
+def test_random_cancellations_and_kills_leak_nothing():
+    async def main():
+        rng = random.Random(5)
+        bad = CARD[: len(CARD) // 2]
+        async with running(num_workers=2, slab_bytes=20 * GRANULE_BYTES) as pipeline:
+            good_plans = await pipeline.plan([source(), source(bad)])
+
+            async def request():
+                lease = await pipeline.load(rng.choices(good_plans, weights=(5, 1), k=rng.randint(1, 2)))
+                try:
+                    await asyncio.sleep(0)
+                finally:
+                    lease.release()
+
+            for round_number in range(12):
+                tasks = [asyncio.create_task(request()) for _ in range(rng.randint(1, 5))]
+                for task in tasks:
+                    for _ in range(rng.randint(0, 30)):
+                        await asyncio.sleep(0)
+                    if rng.random() < 0.4:
+                        task.cancel()
+                if round_number % 4 == 3 and pipeline.pool.pids:
+                    os.kill(rng.choice(pipeline.pool.pids), signal.SIGKILL)
+                ends = await asyncio.gather(*tasks, return_exceptions=True)
+                assert all(end is None or isinstance(end, MediaError | asyncio.CancelledError) for end in ends)
+            await all_free(pipeline)
+
+    run(main())
+
+
+def test_closing_fails_what_is_open_and_a_lease_may_still_be_released():
+    async def main():
+        async with running() as pipeline:
+            plans = await pipeline.plan([source()])
+            lease = await pipeline.load(plans)
+            os.kill(pipeline.pool.pids[0], signal.SIGSTOP)
+            loading = asyncio.create_task(pipeline.load(plans))
+            await until(lambda: pipeline.slab.free_bytes < pipeline.slab.capacity_bytes - lease.refs[0].num_bytes * 2)
+            name = pipeline.slab_name
+            await pipeline.close()
+            with pytest.raises(EngineUnavailableError):
+                await loading
+            lease.release()
+            assert not os.path.exists(name)
+
+    run(main())
+
+
+def test_the_configuration_follows_the_servers_settings(tmp_path):
+    settings = Settings(
+        model=tmp_path, media_workers=3, media_slab_bytes=1 << 20, media_task_timeout_s=2.5, max_images=7, max_image_bytes=99
+    )
+    config = MediaConfig.from_settings(settings)
+    assert (config.num_workers, config.slab_bytes, config.task_timeout_s) == (3, 1 << 20, 2.5)
+    assert (config.max_images, config.max_image_bytes) == (7, 99)
+    assert 1 <= MediaConfig.from_settings(Settings(model=tmp_path)).num_workers <= 8

@@ -1,0 +1,357 @@
+"""Worker processes that are stopped, killed, late, replaced; jobs that end exactly once whatever happens to them."""
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+from media_cards import encode, halves, run
+from PIL import Image
+
+from server.errors import EngineUnavailableError, MediaError
+from server.media import pool as pool_module
+from server.media.geometry import IMAGE_AREA, Size
+from server.media.pool import PoolConfig, WorkerPool
+from server.media.process import COMMAND, WorkerDiedError
+from server.media.protocol import Filled, FillTask, PlanTask, Setup
+from server.media.slab import MediaSlab
+from server.media.types import ImagePlan
+from server.messages import SlabRef
+
+PICTURE = encode(halves(), "PNG")
+PLAN = PlanTask(rule=IMAGE_AREA, max_pixels=1 << 26)
+GREET_AND_DIE = """
+import os, socket
+import msgspec
+from server.media.protocol import HEADER, Hello
+connection = socket.socket(fileno=0)
+message_len, _ = HEADER.unpack(connection.recv(HEADER.size))
+connection.recv(message_len, socket.MSG_WAITALL)
+hello = msgspec.msgpack.encode(Hello())
+connection.sendall(HEADER.pack(len(hello), 0) + hello)
+connection.recv(1)
+os._exit(1)
+"""
+
+
+@contextlib.asynccontextmanager
+async def running(tmp_path, **options):
+    slab = MediaSlab(1 << 20, directories=[tmp_path])
+    config = {
+        "num_workers": 1,
+        "task_timeout_s": 30,
+        "start_timeout_s": 30,
+        "recycle_tasks": 1000,
+        "recycle_bytes": 1 << 40,
+        **options,
+    }
+    pool = WorkerPool(PoolConfig(**config), Setup(slab_name=slab.name, memory_bytes=1 << 30))
+    try:
+        await pool.start()
+        yield pool, slab
+    finally:
+        await pool.close()
+        slab.close()
+
+
+async def until_running(job):
+    while not job.running:
+        await asyncio.sleep(0)
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_task_is_answered_and_a_bad_picture_is_a_media_error_with_its_field(tmp_path):
+    async def main():
+        async with running(tmp_path) as (pool, _):
+            good, bad = pool.submit(PLAN, PICTURE), pool.submit(PLAN, b"junk", param="messages[0]")
+            assert isinstance(await good.outcome(), ImagePlan)
+            with pytest.raises(MediaError, match="unknown type") as caught:
+                await bad.outcome()
+            assert caught.value.param == "messages[0]"
+            assert pool.num_deaths == 0
+
+    run(main())
+
+
+def test_a_worker_killed_in_the_middle_of_a_task_is_replaced_and_the_task_tried_again(tmp_path):
+    async def main():
+        async with running(tmp_path) as (pool, _):
+            (pid,) = pool.pids
+            os.kill(pid, signal.SIGSTOP)
+            job = pool.submit(PLAN, PICTURE)
+            await until_running(job)
+            os.kill(pid, signal.SIGKILL)
+            assert isinstance(await job.outcome(), ImagePlan)
+            assert pool.num_deaths == 1
+            assert pid not in pool.pids
+            assert gone(pid)
+
+    run(main())
+
+
+def test_a_task_that_kills_two_workers_is_refused_and_leaves_the_pool_whole(tmp_path):
+    async def main():
+        async with running(tmp_path, command=(sys.executable, "-c", GREET_AND_DIE)) as (pool, _):
+            job = pool.submit(PLAN, PICTURE, param="messages[3]")
+            with pytest.raises(MediaError, match="cannot be decoded") as caught:
+                await job.outcome()
+            assert caught.value.param == "messages[3]"
+            assert caught.value.status == 400
+            assert pool.num_deaths == 2
+            with pytest.raises(MediaError):
+                await pool.submit(PLAN, PICTURE).outcome()
+            assert pool.num_deaths == 4
+
+    run(main())
+
+
+def test_a_worker_killed_while_idle_costs_nobody_anything(tmp_path):
+    async def main():
+        async with running(tmp_path) as (pool, _):
+            (pid,) = pool.pids
+            os.kill(pid, signal.SIGKILL)
+            assert isinstance(await pool.submit(PLAN, PICTURE).outcome(), ImagePlan)
+            assert pid not in pool.pids
+
+    run(main())
+
+
+def test_a_task_past_its_deadline_is_refused_and_its_worker_killed(tmp_path):
+    async def main():
+        async with running(tmp_path, task_timeout_s=1.0) as (pool, _):
+            (pid,) = pool.pids
+            os.kill(pid, signal.SIGSTOP)
+            late, next_one = pool.submit(PLAN, PICTURE), pool.submit(PLAN, PICTURE)
+            with pytest.raises(MediaError, match="too long"):
+                await late.outcome()
+            assert isinstance(await next_one.outcome(), ImagePlan)
+            assert gone(pid)
+
+    run(main())
+
+
+def test_workers_are_replaced_after_their_share_of_tasks(tmp_path):
+    async def main():
+        async with running(tmp_path, recycle_tasks=2) as (pool, _):
+            for _ in range(5):
+                assert isinstance(await pool.submit(PLAN, PICTURE).outcome(), ImagePlan)
+            assert pool.num_started == 3
+            assert pool.num_deaths == 0
+
+    run(main())
+
+
+def test_a_worker_that_has_grown_is_replaced(tmp_path):
+    async def main():
+        async with running(tmp_path, recycle_bytes=1) as (pool, _):
+            for _ in range(3):
+                await pool.submit(PLAN, PICTURE).outcome()
+            assert pool.num_started >= 3
+
+    run(main())
+
+
+def test_sending_much_to_a_stuck_worker_holds_up_neither_the_loop_nor_another_worker(tmp_path):
+    async def main():
+        async with running(tmp_path, num_workers=2) as (pool, _):
+            stuck_pid = pool.pids[0]
+            os.kill(stuck_pid, signal.SIGSTOP)
+            large = bytes(30 << 20)
+            jobs = [pool.submit(PLAN, large)]
+            await until_running(jobs[0])
+            jobs += [pool.submit(PLAN, PICTURE) for _ in range(5)]
+            for job in jobs[1:]:
+                assert isinstance(await job.outcome(), ImagePlan)
+            os.kill(stuck_pid, signal.SIGCONT)
+            with pytest.raises(MediaError, match="unknown type"):
+                await jobs[0].outcome()
+
+    run(main())
+
+
+def test_a_cancelled_job_that_is_queued_never_runs(tmp_path):
+    async def main():
+        async with running(tmp_path) as (pool, _):
+            (pid,) = pool.pids
+            os.kill(pid, signal.SIGSTOP)
+            first, second, third = (pool.submit(PLAN, PICTURE) for _ in range(3))
+            await until_running(first)
+            second.cancel()
+            assert second.done
+            os.kill(pid, signal.SIGCONT)
+            await third.outcome()
+            assert not second.running
+            with pytest.raises(asyncio.CancelledError):
+                await second.outcome()
+
+    run(main())
+
+
+def test_a_cancelled_job_that_runs_ends_by_itself_and_tells(tmp_path):
+    async def main():
+        async with running(tmp_path) as (pool, _):
+            (pid,) = pool.pids
+            os.kill(pid, signal.SIGSTOP)
+            job = pool.submit(PLAN, PICTURE)
+            await until_running(job)
+            ended = asyncio.Event()
+            job.cancel()
+            job.when_done(ended.set)
+            await asyncio.sleep(0)
+            assert not ended.is_set()
+            os.kill(pid, signal.SIGCONT)
+            await ended.wait()
+            assert pool.num_deaths == 0
+
+    run(main())
+
+
+def test_an_abandoned_job_is_not_tried_again(tmp_path):
+    async def main():
+        async with running(tmp_path) as (pool, _):
+            (pid,) = pool.pids
+            os.kill(pid, signal.SIGSTOP)
+            job = pool.submit(PLAN, PICTURE)
+            await until_running(job)
+            job.cancel()
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(MediaError):
+                await job.outcome()
+            assert pool.num_deaths == 1
+
+    run(main())
+
+
+def test_a_stale_range_is_not_written(tmp_path, caplog):
+    async def main():
+        async with running(tmp_path) as (pool, slab):
+            (ref,) = await slab.allocate([96 * 64 * 3])
+            size = Size(84, 56)
+            num_bytes = 84 * 56 * 3
+            fill = FillTask(size=size, max_pixels=1 << 20, ref=SlabRef(ref.offset, num_bytes, ref.generation))
+            assert isinstance(await pool.submit(fill, PICTURE).outcome(), Filled)
+            slab.free(ref)
+            with pytest.raises(MediaError, match="cannot be decoded"):
+                await pool.submit(fill, PICTURE).outcome()
+            assert "generation" in caplog.text
+
+    run(main())
+
+
+def test_a_picture_that_needs_too_much_memory_is_refused_and_the_worker_lives(tmp_path):
+    async def main():
+        slab = MediaSlab(1 << 20, directories=[tmp_path])
+        config = PoolConfig(num_workers=1, task_timeout_s=60, start_timeout_s=30, recycle_tasks=100, recycle_bytes=1 << 40)
+        pool = WorkerPool(config, Setup(slab_name=slab.name, memory_bytes=150 << 20))
+        await pool.start()
+        try:
+            large = encode(Image.new("RGBA", (7000, 7000)), "BMP")[:1000]  # its pixels are wanted before they are missed
+            (ref,) = await slab.allocate([672 * 672 * 3])
+            fill = FillTask(size=Size(672, 672), max_pixels=1 << 26, ref=ref)
+            with pytest.raises(MediaError, match="memory"):
+                await pool.submit(fill, large).outcome()
+            assert isinstance(await pool.submit(PLAN, PICTURE).outcome(), ImagePlan)
+            assert pool.num_deaths == 0
+        finally:
+            await pool.close()
+            slab.close()
+
+    run(main())
+
+
+def test_closing_ends_workers_and_jobs(tmp_path):
+    async def main():
+        async with running(tmp_path) as (pool, _):
+            pids = pool.pids
+            os.kill(pids[0], signal.SIGSTOP)
+            jobs = [pool.submit(PLAN, PICTURE) for _ in range(3)]
+            await until_running(jobs[0])
+            await pool.close()
+            for job in (*jobs, pool.submit(PLAN, PICTURE)):
+                with pytest.raises(EngineUnavailableError, match="shutting down"):
+                    await job.outcome()
+            assert all(gone(pid) for pid in pids)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [(("/does/not/exist",), OSError), ((sys.executable, "-c", "pass"), WorkerDiedError), (("/bin/cat",), WorkerDiedError)],
+)
+def test_a_pool_whose_workers_cannot_start_says_so(tmp_path, command, error):
+    async def main():
+        with pytest.raises(error):
+            async with running(tmp_path, num_workers=2, command=command):
+                pass
+
+    run(main())
+
+
+def test_a_worker_that_never_greets_is_killed(tmp_path):
+    async def main():
+        with pytest.raises(TimeoutError):
+            async with running(tmp_path, start_timeout_s=0.2, command=("/bin/sh", "-c", "exec sleep 600")):
+                pass
+
+    run(main())
+
+
+def test_jobs_do_not_wait_for_workers_that_cannot_be_replaced(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(pool_module, "RESTART_PAUSE_S", 0.01)
+    allowed = tmp_path / "allowed"
+    allowed.touch()
+    command = ("/bin/sh", "-c", f'test -e {allowed} && exec {" ".join(COMMAND)} "$0"')
+
+    async def main():
+        async with running(tmp_path, command=command) as (pool, _):
+            allowed.unlink()
+            os.kill(pool.pids[0], signal.SIGKILL)
+            for _ in range(2):
+                with pytest.raises(EngineUnavailableError, match="try again later"):
+                    await pool.submit(PLAN, PICTURE).outcome()
+            allowed.touch()
+            while not pool.pids:
+                await asyncio.sleep(0.01)
+            assert isinstance(await pool.submit(PLAN, PICTURE).outcome(), ImagePlan)
+        assert "cannot start" in caplog.text
+
+    run(main())
+
+
+def test_workers_die_with_their_parent(tmp_path):
+    script = """
+import asyncio, os, pathlib, signal, sys
+from server.media.pool import PoolConfig, WorkerPool
+from server.media.protocol import Setup
+from server.media.slab import MediaSlab
+
+async def main():
+    slab = MediaSlab(1, directories=[pathlib.Path(sys.argv[1])])
+    config = PoolConfig(num_workers=2, task_timeout_s=9, start_timeout_s=30, recycle_tasks=9, recycle_bytes=1 << 40)
+    pool = WorkerPool(config, Setup(slab_name=slab.name, memory_bytes=1 << 30))
+    await pool.start()
+    os.kill(pool.pids[0], signal.SIGSTOP)  # one cannot notice that its socket is closed
+    print(*pool.pids, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
+        ends = [os.pidfd_open(int(pid)) for pid in parent.stdout.readline().split()]
+        parent.kill()
+        for end in ends:
+            assert select.select([end], [], [], 20)[0]
+            os.close(end)
+    assert len(ends) == 2
