@@ -5,7 +5,7 @@ from a counter-based generator (SplitMix64 over seed and position) and inverts i
 not finite gets some valid id; finding such rows is the caller's business.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,10 +36,6 @@ class SamplingBatch:
     seed: Tensor
     position: Tensor
 
-    def rows(self, index: Tensor) -> "SamplingBatch":
-        """The rows `index` [n] int64."""
-        return replace(self, **{name: getattr(self, name)[index] for name in self.__dataclass_fields__})
-
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift of int64; torch's own keeps the sign."""
@@ -66,35 +62,62 @@ def _invert(cumulative: Tensor, batch: SamplingBatch) -> Tensor:
     return index.clamp(max=cumulative.shape[1] - 1)
 
 
-def _weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """exp((logits - max) / temperature), [S, V] fp64; the maximum goes first, so tiny temperatures stay finite."""
-    shifted = (logits - logits.amax(dim=-1, keepdim=True)) / batch.temperature[:, None]
+def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
+    """exp((logits - max) / temperature), [S, n] fp64; the maximum goes first, so tiny temperatures stay finite."""
+    shifted = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
     return shifted.to(torch.float64).exp_()
 
 
 def sample_plain(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Draw from softmax(logits / temperature): [S, V] fp32 to [S] int64. Ignores top_k, top_p and min_p."""
-    return _invert(_weights(logits, batch).cumsum(dim=-1), batch)
+    return _invert(_weights(logits, batch.temperature).cumsum(dim=-1), batch)
 
 
-def sample_filtered(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def sample_filtered(logits: Tensor, batch: SamplingBatch, num_candidates: int) -> Tensor:
     """Draw after top_k, then top_p, then min_p: [S, V] fp32 to [S] int64.
 
-    top_p counts the mass that top_k left. Candidates are ordered by logit, equal ones by id, so each filter keeps a prefix,
-    and the best candidate always stays.
+    top_p counts the mass that top_k left. Candidates are ranked by logit, equal ones by id, so each filter keeps the head of
+    the ranking, and the best candidate always stays. Only the sorted values are used, never the order in which a sort leaves
+    equal ones; so the result does not depend on `num_candidates`.
+
+    Args:
+        logits: [S, V] fp32.
+        batch: S rows.
+        num_candidates: how many of the best logits to rank: at least every row's top_k, and V if a row has none.
     """
-    ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    weights = _weights(ordered, batch)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    keep = (rank < batch.top_k[:, None]) | (batch.top_k[:, None] == 0)
-    weights = weights * keep
+    weights = _weights(logits, batch.temperature)
+    keep = _in_head(logits, _find_head(logits, batch, num_candidates))
+    keep &= weights >= batch.min_p[:, None] * weights.amax(dim=-1, keepdim=True)
+    return _invert((weights * keep).cumsum(dim=-1), batch)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The first tokens of each row's ranking: `num_kept` [S] int64 of them, the last one with logit `last` [S]."""
+
+    num_kept: Tensor
+    last: Tensor
+
+
+def _find_head(logits: Tensor, batch: SamplingBatch, num_candidates: int) -> _Head:
+    """How many tokens top_k and top_p leave in each row."""
+    ordered = logits.topk(min(num_candidates, logits.shape[1]), dim=-1).values  # [S, C] descending
+    rank = torch.arange(ordered.shape[1], device=logits.device)
+    in_top_k = (rank < batch.top_k[:, None]) | (batch.top_k[:, None] == 0)
+    weights = _weights(ordered, batch.temperature) * in_top_k
     cumulative = weights.cumsum(dim=-1)
     mass_before = cumulative - weights
-    keep &= (mass_before < batch.top_p[:, None] * cumulative[:, -1:]) | (batch.top_p[:, None] >= 1)
-    keep &= weights >= batch.min_p[:, None] * weights[:, :1]
-    choice = _invert((weights * keep).cumsum(dim=-1), batch)
-    last_kept = (keep.sum(dim=-1) - 1).clamp(min=0)
-    return ids.gather(1, torch.minimum(choice, last_kept)[:, None]).squeeze(1)
+    in_top_p = (mass_before < batch.top_p[:, None] * cumulative[:, -1:]) | (batch.top_p[:, None] >= 1)
+    num_kept = (in_top_k & in_top_p).sum(dim=-1).clamp(min=1)
+    return _Head(num_kept, ordered.gather(1, num_kept[:, None] - 1).squeeze(1))
+
+
+def _in_head(logits: Tensor, head: _Head) -> Tensor:
+    """[S, V] bool: above the head's last logit, or equal to it with one of the lowest ids."""
+    above = logits > head.last[:, None]
+    equal = logits == head.last[:, None]
+    num_equal_kept = head.num_kept - above.sum(dim=-1)
+    return above | (equal & (equal.cumsum(dim=-1) <= num_equal_kept[:, None]))
 
 
 def sample_greedy(logits: Tensor) -> Tensor:

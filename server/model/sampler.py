@@ -4,6 +4,7 @@ Parameters live in persistent tensors, one row per slot, so a step only gathers 
 filtered) follows from its own parameters alone; its batch mates cannot change its result. It knows nothing of pages.
 """
 
+import enum
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,15 @@ class SamplingOutcome:
     failures: tuple[SlotFailure, ...]
 
 
+class _Path(enum.Enum):
+    """How a row is drawn. `TOP_K` ranks only the best logits, `RANKED` all of them."""
+
+    GREEDY = enum.auto()
+    PLAIN = enum.auto()
+    TOP_K = enum.auto()
+    RANKED = enum.auto()
+
+
 @dataclass(frozen=True)
 class _SlotSampling:
     """What the host knows of a slot. The tensors are None when its parameters do not need them.
@@ -72,12 +82,12 @@ class _SlotSampling:
     output_counts: Tensor | None
 
     @property
-    def is_greedy(self) -> bool:
-        return self.params.temperature == 0
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
+    def path(self) -> _Path:
+        if self.params.temperature == 0:
+            return _Path.GREEDY
+        if self.params.top_k > 0:
+            return _Path.TOP_K
+        return _Path.RANKED if self.params.top_p < 1 or self.params.min_p > 0 else _Path.PLAIN
 
     @property
     def has_penalties(self) -> bool:
@@ -175,24 +185,31 @@ class Sampler:
     def _choose(self, logits: Tensor, rows: Sequence[SamplingRow], states: list[_SlotSampling]) -> Tensor:
         """[S] int64; each row by the path of its own parameters."""
         token_ids = sample_greedy(logits)
-        filtered = [i for i, state in enumerate(states) if not state.is_greedy and state.is_filtered]
-        plain = [i for i, state in enumerate(states) if not state.is_greedy and not state.is_filtered]
-        for indices, draw in ((filtered, sample_filtered), (plain, sample_plain)):
-            if indices:
-                index = self._tensor(indices, torch.int64)
-                slots = self._tensor([rows[i].slot for i in indices], torch.int64)
-                positions = self._tensor([rows[i].position for i in indices], torch.int64)
-                token_ids[index] = draw(logits[index], self._batch(slots, positions))
+        paths: dict[_Path, list[int]] = {}
+        for i, state in enumerate(states):
+            paths.setdefault(state.path, []).append(i)
+        for path, indices in paths.items():
+            if path is _Path.GREEDY:
+                continue
+            index = self._tensor(indices, torch.int64)
+            batch = self._batch([rows[i] for i in indices])
+            if path is _Path.PLAIN:
+                token_ids[index] = sample_plain(logits[index], batch)
+            else:
+                top_k = max(states[i].params.top_k for i in indices)
+                num_candidates = top_k if path is _Path.TOP_K else self._vocab_size
+                token_ids[index] = sample_filtered(logits[index], batch, num_candidates)
         return token_ids
 
-    def _batch(self, slots: Tensor, positions: Tensor) -> SamplingBatch:
+    def _batch(self, rows: Sequence[SamplingRow]) -> SamplingBatch:
+        slots = self._tensor([row.slot for row in rows], torch.int64)
         return SamplingBatch(
             temperature=self._temperature[slots],
             top_k=self._top_k[slots],
             top_p=self._top_p[slots],
             min_p=self._min_p[slots],
             seed=self._seed[slots],
-            position=positions,
+            position=self._tensor([row.position for row in rows], torch.int64),
         )
 
     def _count_outputs(self, token_ids: Tensor, states: list[_SlotSampling]) -> None:

@@ -1,4 +1,5 @@
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -9,11 +10,16 @@ from server.kernels.sampling import (
     SamplingBatch,
     apply_penalties,
     logprobs,
-    sample_filtered,
     sample_greedy,
     sample_plain,
     uniform,
 )
+from server.kernels.sampling import sample_filtered as sample_ranked
+
+
+def sample_filtered(logits, batch):
+    """Ranks every logit, as rows without top_k need it."""
+    return sample_ranked(logits, batch, logits.shape[1])
 
 
 def batch_of(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, position=None):
@@ -146,7 +152,24 @@ def test_a_row_does_not_depend_on_its_batch_mates(seed, draw, num_rows):
     )
     together = draw(logits, batch)
     for i in range(num_rows):
-        assert draw(logits[i : i + 1], batch.rows(torch.tensor([i]))).item() == together[i]
+        row = SamplingBatch(**{field.name: getattr(batch, field.name)[i : i + 1] for field in fields(batch)})
+        assert draw(logits[i : i + 1], row).item() == together[i]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(20, 120))
+def test_ranking_fewer_candidates_changes_nothing(seed, num_candidates):
+    generator = torch.Generator().manual_seed(seed)
+    # Coarse logits, as bfloat16 gives them: many are equal, also at the edge of top_k.
+    logits = torch.randint(-6, 6, (40, 101), generator=generator).float()
+    batch = batch_of(40, top_p=0.9, seed=torch.arange(40) + seed)
+    batch = replace(batch, top_k=torch.randint(1, 21, (40,), generator=generator))
+    assert torch.equal(sample_ranked(logits, batch, num_candidates), sample_ranked(logits, batch, 101))
+
+
+def test_equal_logits_at_the_edge_of_top_k_go_by_id():
+    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0]]).expand(3000, -1).contiguous()
+    assert set(sample_ranked(logits, batch_of(3000, top_k=3), 3).tolist()) == {0, 1, 2}
 
 
 def test_penalties_match_their_definitions():
@@ -174,3 +197,15 @@ def test_no_alternatives_and_more_than_the_vocabulary():
     logits = torch.zeros(1, 3)
     assert logprobs(logits, torch.tensor([0]), 0)[1].shape == (1, 0)
     assert logprobs(logits, torch.tensor([0]), 9)[1].shape == (1, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_chooses_the_tokens_that_a_cpu_chooses():
+    generator = torch.Generator().manual_seed(3)
+    logits = (3 * torch.randn(33, 20_001, generator=generator)).bfloat16().float()
+    batch = batch_of(33, temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=torch.arange(33) - 16)
+    on_gpu = SamplingBatch(**{field.name: getattr(batch, field.name).cuda() for field in fields(batch)})
+    assert sample_greedy(logits.cuda()).tolist() == sample_greedy(logits).tolist()
+    assert sample_plain(logits.cuda(), on_gpu).tolist() == sample_plain(logits, batch).tolist()
+    assert sample_ranked(logits.cuda(), on_gpu, 40).tolist() == sample_ranked(logits, batch, 40).tolist()
