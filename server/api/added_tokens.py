@@ -45,6 +45,12 @@ class AddedTokens:
         self._texts = texts
         self._longest = len(texts[0])
         self._pattern = re.compile("|".join(map(re.escape, texts)))
+        # The first character of a token only, so that overlapping tokens ("]~b]~b]") are all found.
+        firsts = sorted({text[0] for text in texts})
+        rests = ["|".join(re.escape(text[1:]) for text in texts if text[0] == first) for first in firsts]
+        self._beginning = re.compile(
+            "|".join(f"{re.escape(first)}(?={rest})" for first, rest in zip(firsts, rests, strict=True))
+        )
         self._heads = {text[:length] for text in texts for length in range(1, len(text))}
         self._tails = {text[-length:] for text in texts for length in range(1, len(text))}
 
@@ -67,19 +73,38 @@ class AddedTokens:
             mark: not part of any client text; `text` is what remains when all marks are removed.
             edges: False where the template puts quotes around the text, which occur in no added token.
         """
-        pieces: list[str] = []
-        start = position = 0
-        while (match := search(self._pattern, text, position, self._longest)) is not None:
-            position = match.start() + 1  # tokens may overlap: "]~b]~b]"
-            pieces.append(text[start:position])
-            start = position
-        pieces.append(text[start:])
-        guarded = mark.join(pieces)
+        windows: list[str] = []
+        for begin in range(0, len(text), WINDOW):
+            end = begin + WINDOW
+            done = begin
+            pieces: list[str] = []
+            for match in self._beginning.finditer(text, begin, end + self._longest):
+                if match.start() >= end:
+                    break
+                pieces.append(text[done : match.end()])
+                done = match.end()
+            pieces.append(text[done:end])
+            windows.append(mark.join(pieces))
+        guarded = "".join(windows)
         if not edges:
             return guarded
         before = mark if self._completes_left(text) else ""
         after = mark if self._completes_right(text) else ""
         return before + guarded + after
+
+    @staticmethod
+    def unguard(text: str, mark: str) -> str:
+        """`text` without marks."""
+        windows: list[str] = []
+        begin = 0
+        while begin < len(text):
+            end = begin + WINDOW
+            across = text.find(mark, max(begin, end - len(mark) + 1), end + len(mark) - 1)
+            if across >= 0:
+                end = across + len(mark)
+            windows.append(text[begin:end].replace(mark, ""))
+            begin = end
+        return "".join(windows)
 
     def _completes_left(self, text: str) -> bool:
         """Whether a token could begin before `text` and end in it, or behind it."""

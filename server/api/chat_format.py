@@ -122,7 +122,8 @@ class ChatFormat:
             BadRequestError: the conversation cannot be rendered.
             ContextLengthError: more than `max_tokens`, placeholders counted as one.
         """
-        mark = f"\ue000{secrets.token_hex(8)}\ue000"  # nobody can write what is drawn after the request came in
+        # Private-use characters, so that no pattern of a template or tokenizer knows them, drawn after the client wrote.
+        mark = "".join(chr(0xE000 + secrets.randbelow(0x1900)) for _ in range(4))
         client = TemplateInput(self._tokenizer.added, mark)
         arranged = arrange(messages)
         try:
@@ -193,7 +194,7 @@ class ChatFormat:
         text = ""
         for piece in self._tokenizer.added.split(rendered):
             if isinstance(piece, str):
-                text = piece.replace(mark, "")
+                text = self._tokenizer.added.unguard(piece, mark)
                 continue
             kind = self._kinds.get(piece.id)
             tail = self._append_text(token_ids, text, max_tokens, with_tail=kind is MediaKind.VIDEO)

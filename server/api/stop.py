@@ -44,6 +44,7 @@ class StopMatcher:
         self.matched: str | None = None
         # Longest first, so that the longest of those that end together is found first.
         self._automata = [_Automaton(stop) for stop in sorted(set(stops), key=lambda stop: (-len(stop), stop))]
+        self._first_chars = frozenset(stop[0] for stop in stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -54,7 +55,7 @@ class StopMatcher:
         """
         if self.matched is not None:
             return "", True
-        if not self._automata:
+        if not self._held and self._first_chars.isdisjoint(text):
             return text, False
         held = self._held + text
         for position, char in enumerate(text, start=len(self._held) + 1):

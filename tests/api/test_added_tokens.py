@@ -110,7 +110,14 @@ def test_split_takes_the_leftmost_longest_token() -> None:
 def test_tokens_across_a_search_window_are_found(shift: int) -> None:
     text = "y" * (WINDOW + shift) + "<a>b" + "z" * WINDOW
     assert [piece.id for piece in TOKENS.split(text) if not isinstance(piece, str)] == [2]
-    assert TOKENS.guard(text, "|").count("|") == 1
+    guarded = TOKENS.guard(text, "|()|")
+    assert guarded.count("|()|") == 1
+    assert TOKENS.unguard(guarded, "|()|") == text
+
+
+@pytest.mark.parametrize("shift", range(-5, 2))
+def test_marks_across_a_window_are_removed(shift: int) -> None:
+    assert TOKENS.unguard("y" * (WINDOW + shift) + "|()||()|z|()|", "|()|") == "y" * (WINDOW + shift) + "z"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_picture_expands_in_id_space() -> None:
     assert expanded.ranges == ((TokenRange(prompt.media_positions[0] + 1, 6),),)
 
 
-@pytest.mark.parametrize("before", ["", "Describe ", "What is shown?", "a (", "\n", "word. ", "x" * 5000])
+@pytest.mark.parametrize("before", ["", "Describe ", "What is shown?", "a (", '"', "\n", "word. ", "x" * 5000])
 def test_clip_expands_to_stamped_patches_as_text_would(before: str) -> None:
     prompt = FORMAT.encode_chat([user((TextPart(before), VIDEO, TextPart("end")))], None, ThinkingMode.ADAPTIVE)
     layout = MediaLayout(MediaKind.VIDEO, (3, 4, 4), (0.0, 2.0, 4.04))
