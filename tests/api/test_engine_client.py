@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from server.api.engine_client import EngineClient, EngineState
-from server.errors import EngineUnavailableError, OverloadedError
+from server.errors import EngineUnavailableError, OverloadedError, PayloadTooLargeError
 from server.messages import Failed, FailureKind, Finished, FinishReason, SamplingParams, Submit, Tokens
 from server.settings import load_settings
 
@@ -230,3 +230,34 @@ def test_an_engine_that_does_not_leave_is_killed(monkeypatch):
             os.kill(client.pid, 0)
 
     asyncio.run(scenario())
+
+
+def test_a_flood_of_events_leaves_the_loop_to_other_tasks():
+    class Flood:
+        """Always has another frame, so receiving never suspends."""
+
+        num_frames = 0
+
+        async def receive(self):
+            self.num_frames += 1
+            return [Tokens("nobody", [1])]
+
+    async def scenario():
+        client, flood = client_of(), Flood()
+        reader = asyncio.create_task(client._read(flood))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert 1 <= flood.num_frames <= 11
+        reader.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_is_too_large_for_the_channel_is_refused_and_not_open(monkeypatch):
+    async def scenario(client):
+        monkeypatch.setattr("server.transport.MAX_MESSAGE_BYTES", 1000)
+        with pytest.raises(PayloadTooLargeError):
+            submit_to(client, "r", *range(2000))
+        assert client.num_open == 0
+
+    with_client(scenario)
