@@ -132,7 +132,11 @@ class ChatFormat:
         except RecursionError:
             raise BadRequestError("the conversation nests values too deeply", param="messages") from None
         rendered = self._template.render(turns, functions, thinking_mode, add_generation_prompt)
-        prompt, kinds = self._encode_rendered(rendered, mark, max_tokens)
+        try:
+            prompt, kinds = self._encode_rendered(rendered, mark, max_tokens)
+        except BadRequestError as error:
+            error.param = error.param or "messages"
+            raise
         media = [part for message in arranged for part in message.content if isinstance(part, NumberedMedia)]
         if kinds != [part.kind for part in media]:
             raise M3Error("the chat template does not place every picture and clip of this conversation")

@@ -106,8 +106,9 @@ def test_harmless_prompts_are_encoded_as_the_whole_text_would_be() -> None:
 
 
 def test_too_long_prompts_are_given_up() -> None:
-    with pytest.raises(ContextLengthError, match="more than 1000 tokens"):
+    with pytest.raises(ContextLengthError, match="more than 1000 tokens") as raised:
         FORMAT.encode_chat([user("word " * 1_000_000)], None, ThinkingMode.ADAPTIVE, max_tokens=1000)
+    assert raised.value.param == "messages"
     with pytest.raises(ContextLengthError, match="more than 3 tokens"):
         FORMAT.encode_text("a b c d e f", max_tokens=3)
 
