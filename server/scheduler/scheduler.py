@@ -10,13 +10,14 @@ Policy:
     * A sequence is admitted when the cache has room for all its known tokens, but holds only the pages of the chunks that
       were planned. When a running sequence finds no page, the last running one is preempted: its pages go back (full ones
       stay findable), and it waits again at the head of its priority, because it keeps its arrival. A sequence that is itself
-      the last one pauses instead and keeps what it has. A step that preempts or pauses admits nobody.
+      the last one pauses instead and keeps what it has. While one pauses, nobody is admitted.
     * What a step in flight writes is given back only when that step is committed, even if its sequence has ended.
 
 Why nothing can hang: a request is refused unless prompt and output fit the empty cache. So the first running sequence can
 always have its page, in the worst case after all others were preempted (or, when they are in flight, after their step is
 committed: nobody behind a sequence that found no page is planned again before it). It is never a victim, hence it ends
-after finitely many steps, and when nothing runs, the first waiting sequence finds every page free or cached.
+after finitely many steps, and when nothing runs, the first waiting sequence finds every page free or cached. Only an endless
+stream of requests with earlier priorities can hold up a later one, which is what priorities mean.
 """
 
 import logging
@@ -163,7 +164,7 @@ class Scheduler:
         return plan
 
     def _plan_running(self, draft: _Draft) -> bool:
-        """Plan the running sequences in order; False when one found no page, and nobody may be admitted."""
+        """Plan the running sequences in order; False when one has to pause, and nobody may overtake it."""
         running = list(self._running)
         wanted = [seq.num_uncomputed_tokens for seq in running]
         draft.num_tokens_left -= wanted.count(1)
@@ -174,10 +175,12 @@ class Scheduler:
                 draft.num_tokens_left -= num_tokens
             if not num_tokens:
                 continue
-            if seq.slot is None or not self._make_room(seq, num_tokens):
+            if seq.slot is None:
+                break  # gave way to one before it, as did all behind it
+            if not self._make_room(seq, num_tokens):
                 return False
             self._advance(seq, num_tokens, len(seq.page_ids), draft)
-        return len(self._running) == len(running)
+        return True
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
         """Preempt from the end of the order until the next tokens of `seq` find their pages."""
@@ -192,8 +195,6 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self._running.pop()
         self._release(seq)
-        seq.num_computed_tokens = 0
-        seq.num_registered_pages = 0
         insort(self._waiting, seq)
         self._totals.preemptions += 1
 

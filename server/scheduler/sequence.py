@@ -29,8 +29,8 @@ class Sequence:
         hasher: names of the full pages; None when prefixes are not reused.
         slot: row of the runner's state; None while it waits.
         page_ids: pages held, in the order of positions.
-        num_computed_tokens: tokens in the cache once the planned steps are done.
-        num_registered_pages: leading pages that were found or made findable.
+        num_computed_tokens: tokens in the cache once the planned steps are done; set anew with every slot.
+        num_registered_pages: leading pages that were found or made findable; set anew with every slot.
         num_cached_tokens: prompt tokens found in the cache at the first admission; None before it.
         num_steps_in_flight: planned steps that still write its pages; nothing it holds may be given back before.
         num_tokens_in_flight: tokens that these steps sample.

@@ -338,6 +338,36 @@ class TestPreemption:
         assert list(driver.ends) == ["urgent", "patient"]
         driver.check_outputs()
 
+    def test_room_made_by_a_preemption_goes_to_whoever_waits_before_the_victim(self) -> None:
+        driver = Driver(small_config(num_pages=8, budget=16))
+        driver.add(request("old", range(8), 12), request("victim", range(20, 32), 10))
+        driver.step()
+        driver.step()
+        driver.add(request("urgent", range(40, 52), 2, priority=-1))
+        driver.step()
+        assert driver.scheduler.stats().num_waiting == 1
+        while not driver.scheduler.stats().preemptions_total:
+            driver.step()
+        assert [new.request_id for new in driver.plans[-1].new_sequences] == ["urgent"]
+        assert driver.plans[-1].new_sequences[0].slot in driver.plans[-1].released_slots
+        driver.drain()
+        assert list(driver.ends) == ["urgent", "old", "victim"]
+        driver.check_outputs()
+
+    def test_the_last_in_order_pauses_with_its_pages_and_nobody_overtakes_it(self) -> None:
+        driver = Driver(small_config(num_pages=6, budget=16))
+        driver.add(request("old", range(9), 4), request("new", range(20, 32), 8))
+        driver.step()
+        driver.add(request("tiny", [1], 1))
+        while driver.output["old"] and "old" not in driver.ends:
+            driver.step()
+        stats = driver.scheduler.stats()
+        assert stats.preemptions_total == 0
+        assert "tiny" not in driver.ends
+        assert len(driver.output["new"]) == 1  # its second token needs a seventh page
+        driver.drain()
+        driver.check_outputs()
+
     def test_a_preempted_sequence_waits_before_those_of_its_priority(self) -> None:
         driver = Driver(small_config(num_pages=6, budget=16))
         driver.add(request("old", range(8), 12), request("new", range(20, 28), 12), request("newest", range(40, 48), 12))

@@ -35,16 +35,16 @@ class Step:
 
 @st.composite
 def submits(draw: st.DrawFn) -> Submit:
-    family = draw(st.integers(0, 1))
     shared_len = draw(st.integers(0, 4 * PAGE))
     tail = draw(st.lists(st.integers(0, 1), min_size=0 if shared_len else 1, max_size=PAGE + 1))
-    prompt = [10 + family] * shared_len + tail
+    prompt = [10] * shared_len + tail
     media = ()
-    if draw(st.booleans()):
-        offset = draw(st.integers(0, len(prompt) - 1))
-        length = draw(st.integers(1, len(prompt) - offset))
-        prompt[offset : offset + length] = [9] * length
-        media = (picture(draw(st.sampled_from(PICTURES)), (offset, length)),)
+    if draw(st.booleans()):  # few places, so that different pictures often meet behind equal tokens
+        offset, length = draw(st.sampled_from([(0, 2), (1, 3), (3, 6)]))
+        length = min(length, len(prompt) - offset)
+        if length > 0:
+            prompt[offset : offset + length] = [9] * length
+            media = (picture(draw(st.sampled_from(PICTURES)), (offset, length)),)
     return request(
         f"{draw(st.uuids())}",
         prompt,
@@ -53,7 +53,7 @@ def submits(draw: st.DrawFn) -> Submit:
         stop=draw(st.sampled_from([(), tuple(range(8))])),
         min_tokens=draw(st.integers(0, 3)),
         media=media,
-        salt=draw(st.sampled_from([b"", b"tenant"])),
+        salt=draw(st.sampled_from([b"", b"", b"tenant"])),
     )
 
 
@@ -110,7 +110,7 @@ def run(driver: Driver, program: list[Add | AbortOne | Step]) -> None:
 
 
 @given(configs(), st.integers(1, 2), st.lists(operations, min_size=5, max_size=40))
-@settings(PROFILE, max_examples=600)
+@settings(PROFILE, max_examples=400)
 def test_every_request_ends_once_and_everything_comes_back(
     config: SchedulerConfig, depth: int, program: list[Add | AbortOne | Step]
 ) -> None:
@@ -121,7 +121,7 @@ def test_every_request_ends_once_and_everything_comes_back(
 
 
 @given(st.lists(submits(), min_size=2, max_size=8), configs(), st.integers(1, 2), st.lists(st.integers(0, 3), max_size=8))
-@settings(PROFILE, max_examples=400)
+@settings(PROFILE, max_examples=300)
 def test_output_depends_on_the_request_only(
     requests: list[Submit], config: SchedulerConfig, depth: int, pauses: list[int]
 ) -> None:
