@@ -36,7 +36,7 @@ class MediaConfig:
         image_policy: resize rule of pictures whose request does not choose.
         worker_memory_bytes: limit on a worker's private memory.
         recycle_tasks: a worker is replaced after that many tasks, because decoders leak.
-        recycle_bytes: a worker whose resident set has been larger is replaced.
+        recycle_bytes: a worker whose resident set is larger is replaced.
         max_waiting: requests that may wait for room in the slab.
     """
 

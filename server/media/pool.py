@@ -33,7 +33,7 @@ class PoolConfig:
         task_timeout_s: deadline of one task, the transfer of its bytes included.
         start_timeout_s: deadline of a worker's start.
         recycle_tasks: a worker is replaced after that many tasks.
-        recycle_bytes: a worker is replaced when its resident set has been larger.
+        recycle_bytes: a worker is replaced when its resident set is larger.
         command: what to run; the parent's process id is appended.
     """
 
@@ -130,13 +130,16 @@ class WorkerPool:
         Raises:
             OSError, WorkerDiedError, TimeoutError: one cannot start; none is left behind.
         """
-        started = await asyncio.gather(*(self._start_worker() for _ in range(self._config.num_workers)), return_exceptions=True)
-        failures = [result for result in started if isinstance(result, BaseException)]
-        workers = [result for result in started if isinstance(result, WorkerProcess)]
-        if failures:
-            for worker in workers:
-                await worker.kill()
-            raise failures[0]
+        starts = [asyncio.create_task(self._start_worker()) for _ in range(self._config.num_workers)]
+        try:
+            workers = await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            for result in await asyncio.gather(*starts, return_exceptions=True):
+                if isinstance(result, WorkerProcess):
+                    await result.kill()
+            raise
         for slot, worker in enumerate(workers):
             self._workers[slot] = worker
             self._servers.append(asyncio.create_task(self._serve(slot), name=f"media-worker-{slot}"))
@@ -147,6 +150,8 @@ class WorkerPool:
         for server in self._servers:
             server.cancel()
         await asyncio.gather(*self._servers, return_exceptions=True)
+        for slot in list(self._workers):  # of a serving task that was cancelled before its first turn
+            await self._drop(slot)
         self._refuse_queued("The server is shutting down.")
 
     def submit(self, task: Task, body: bytes, *, param: str | None = None) -> Job:
@@ -239,7 +244,7 @@ class WorkerPool:
             self.num_deaths += 1
             await self._drop(slot)
             return None
-        if worker.num_tasks >= self._config.recycle_tasks or worker.peak_bytes > self._config.recycle_bytes:
+        if worker.num_tasks >= self._config.recycle_tasks or worker.resident_bytes > self._config.recycle_bytes:
             await self._drop(slot)
         return answer
 

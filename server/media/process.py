@@ -48,7 +48,7 @@ class WorkerProcess:
         self._process = process
         self._socket = connection
         self.num_tasks = 0
-        self.peak_bytes = 0
+        self.resident_bytes = 0
 
     @classmethod
     async def start(cls, setup: Setup, *, timeout_s: float, command: Sequence[str] = COMMAND) -> "WorkerProcess":
@@ -101,7 +101,7 @@ class WorkerProcess:
         answer = await self._receive()
         if not isinstance(answer, Answer):
             raise WorkerDiedError("the worker answered out of turn")
-        self.peak_bytes = answer.peak_bytes
+        self.resident_bytes = answer.resident_bytes
         return answer
 
     async def kill(self) -> None:

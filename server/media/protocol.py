@@ -67,11 +67,11 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
     Attributes:
         result: the outcome.
-        peak_bytes: the worker's largest resident set so far.
+        resident_bytes: the worker's resident set; its allocator gives nothing back, so this is about its peak.
     """
 
     result: ImagePlan | Filled | Refused | Broken
-    peak_bytes: int
+    resident_bytes: int
 
 
 Task = PlanTask | FillTask

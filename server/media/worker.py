@@ -63,6 +63,12 @@ def _execute(task: Task, body: bytes, slab: SlabReader) -> ImagePlan | Filled | 
         return Broken(traceback.format_exc()[-_MAX_TRACE_CHARS:])
 
 
+def _resident_bytes() -> int:
+    # Not ru_maxrss: across fork and exec a child inherits its parent's, and the front may be large.
+    with open("/proc/self/statm", "rb") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
 def main() -> None:
     """Serve tasks until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which then closes the socket
@@ -82,8 +88,7 @@ def main() -> None:
                 raise SystemExit("a media worker is set up once")
             result = _execute(task, body, slab)
             del body
-            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            _send(connection, Answer(result, peak_bytes))
+            _send(connection, Answer(result, _resident_bytes()))
     except (_ClosedError, ConnectionError):
         return
 

@@ -39,7 +39,7 @@ os._exit(1)
 
 
 @contextlib.asynccontextmanager
-async def running(tmp_path, **options):
+async def running(tmp_path, *, memory_bytes=1 << 30, **options):
     slab = MediaSlab(1 << 20, directories=[tmp_path])
     config = {
         "num_workers": 1,
@@ -49,7 +49,7 @@ async def running(tmp_path, **options):
         "recycle_bytes": 1 << 40,
         **options,
     }
-    pool = WorkerPool(PoolConfig(**config), Setup(slab_name=slab.name, memory_bytes=1 << 30))
+    pool = WorkerPool(PoolConfig(**config), Setup(slab_name=slab.name, memory_bytes=memory_bytes))
     try:
         await pool.start()
         yield pool, slab
@@ -58,9 +58,13 @@ async def running(tmp_path, **options):
         slab.close()
 
 
+async def until(condition):
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
 async def until_running(job):
-    while not job.running:
-        await asyncio.sleep(0)
+    await until(lambda: job.running)
 
 
 def gone(pid):
@@ -162,6 +166,18 @@ def test_a_worker_that_has_grown_is_replaced(tmp_path):
     run(main())
 
 
+def test_the_size_of_the_front_is_not_taken_for_the_workers(tmp_path):
+    async def main():
+        ballast = bytearray(300 << 20)
+        ballast[:: 1 << 12] = b"x" * len(ballast[:: 1 << 12])
+        async with running(tmp_path, recycle_bytes=250 << 20) as (pool, _):
+            for _ in range(3):
+                await pool.submit(PLAN, PICTURE).outcome()
+            assert pool.num_started == 1
+
+    run(main())
+
+
 def test_sending_much_to_a_stuck_worker_holds_up_neither_the_loop_nor_another_worker(tmp_path):
     async def main():
         async with running(tmp_path, num_workers=2) as (pool, _):
@@ -251,21 +267,13 @@ def test_a_stale_range_is_not_written(tmp_path, caplog):
 
 def test_a_picture_that_needs_too_much_memory_is_refused_and_the_worker_lives(tmp_path):
     async def main():
-        slab = MediaSlab(1 << 20, directories=[tmp_path])
-        config = PoolConfig(num_workers=1, task_timeout_s=60, start_timeout_s=30, recycle_tasks=100, recycle_bytes=1 << 40)
-        pool = WorkerPool(config, Setup(slab_name=slab.name, memory_bytes=150 << 20))
-        await pool.start()
-        try:
+        async with running(tmp_path, memory_bytes=150 << 20) as (pool, slab):
             large = encode(Image.new("RGBA", (7000, 7000)), "BMP")[:1000]  # its pixels are wanted before they are missed
-            (ref,) = await slab.allocate([672 * 672 * 3])
-            fill = FillTask(size=Size(672, 672), max_pixels=1 << 26, ref=ref)
+            (ref,) = await slab.allocate([28 * 28 * 3])
             with pytest.raises(MediaError, match="memory"):
-                await pool.submit(fill, large).outcome()
+                await pool.submit(FillTask(size=Size(28, 28), max_pixels=1 << 26, ref=ref), large).outcome()
             assert isinstance(await pool.submit(PLAN, PICTURE).outcome(), ImagePlan)
             assert pool.num_deaths == 0
-        finally:
-            await pool.close()
-            slab.close()
 
     run(main())
 
@@ -322,8 +330,7 @@ def test_jobs_do_not_wait_for_workers_that_cannot_be_replaced(tmp_path, monkeypa
                 with pytest.raises(EngineUnavailableError, match="try again later"):
                     await pool.submit(PLAN, PICTURE).outcome()
             allowed.touch()
-            while not pool.pids:
-                await asyncio.sleep(0.01)
+            await until(lambda: pool.pids)
             assert isinstance(await pool.submit(PLAN, PICTURE).outcome(), ImagePlan)
         assert "cannot start" in caplog.text
 
