@@ -17,6 +17,7 @@ import msgspec
 
 from server.api.address import listening_url
 from server.api.chat_format import ChatFormat
+from server.api.checkpoint import CheckpointError
 from server.api.content import MediaLimits
 from server.api.engine_client import EngineClient, EngineState
 from server.api.prepare import Checker
@@ -156,6 +157,8 @@ class Service:
             logger.critical("the engine died; the server ends")
         except EngineUnavailableError as error:
             logger.critical("the engine cannot start: %s", error.message)
+        except CheckpointError as error:
+            logger.critical("the checkpoint cannot be used: %s", error)
         except Exception:
             logger.critical("the server cannot start", exc_info=True)
         self._has_failed = True

@@ -1,0 +1,80 @@
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from server.api.chat_format import ChatFormat
+from tests.e2e.server_process import TINY, ServerProcess
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NUM_SHORT = 15
+NUM_TOKENS = 8
+LONG_PROMPT_LEN = 20_000
+PAUSE_S = 0.05
+TIMEOUT_S = 250
+
+
+def long_text():
+    """Text of at least `LONG_PROMPT_LEN` tokens, and hardly more."""
+    text = "".join(f"w{i % 97} " for i in range(LONG_PROMPT_LEN))
+    num_tokens = len(ChatFormat.load(TINY).encode_text(text))
+    return text[: len(text) * LONG_PROMPT_LEN // num_tokens + 10]
+
+
+class HealthPoller:
+    """Asks `/health` again and again; `delays_s` is how long each answer took."""
+
+    def __init__(self, url):
+        self.delays_s = []
+        self._url = url
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._poll)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._is_over.set()
+        self._thread.join()
+
+    def _poll(self):
+        with httpx.Client(timeout=TIMEOUT_S) as client:
+            while not self._is_over.wait(PAUSE_S):
+                start_s = time.monotonic()
+                client.get(self._url + "/health").raise_for_status()
+                self.delays_s.append(time.monotonic() - start_s)
+
+
+def stream(url, content):
+    """The lines of one streamed answer, and when the last came."""
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=TIMEOUT_S) as response:
+        lines = [line for line in response.iter_lines() if line]
+    return lines, time.monotonic()
+
+
+def test_streams_and_health_go_on_beside_a_long_prompt():
+    content = long_text()
+    with ServerProcess() as server, HealthPoller(server.url) as poller, ThreadPoolExecutor(NUM_SHORT + 1) as threads:
+        long = threads.submit(stream, server.url, content)
+        short = [threads.submit(stream, server.url, f"Tell me story {i}.") for i in range(NUM_SHORT)]
+        ends_s = []
+        for answer in short:
+            lines, end_s = answer.result()
+            assert lines[-1] == "data: [DONE]"
+            assert f'"completion_tokens":{NUM_TOKENS}' in lines[-2]
+            ends_s.append(end_s)
+        lines, long_end_s = long.result()
+        assert lines[-1] == "data: [DONE]"
+        assert int(lines[-2].split('"prompt_tokens":')[1].split(",")[0]) >= LONG_PROMPT_LEN
+        # The long prompt is computed in chunks between the others' tokens, so they do not wait for it.
+        assert max(ends_s) < long_end_s
+        # One slow answer may be the machine's; a blocked event loop shows in many, or in seconds.
+        assert statistics.quantiles(poller.delays_s, n=20)[-1] < 0.1
+        assert max(poller.delays_s) < 0.5

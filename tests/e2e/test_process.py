@@ -1,0 +1,56 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from tests.e2e.server_process import ROOT, TINY, UVICORN, ServerProcess, is_running, wait_until
+
+pytestmark = pytest.mark.e2e
+
+ENDLESS = {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 100_000, "ignore_eos": True}
+
+
+def test_when_the_engine_is_killed_requests_fail_and_the_process_ends_with_a_code():
+    with ServerProcess() as server, httpx.Client(timeout=30) as client:
+        with client.stream("POST", server.url + "/v1/chat/completions", json=ENDLESS | {"stream": True}) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            killed_s = time.monotonic()
+            rest = [line for line in lines if line]
+            assert time.monotonic() - killed_s < 2
+        assert '"code":"engine_unavailable"' in rest[-1]
+        assert server.process.wait(20) == 1
+        assert "the engine died" in server.log
+
+
+def test_the_operators_launch_line_and_an_orderly_end():
+    with ServerProcess(UVICORN, M3_MODEL=str(TINY), M3_SERVED_MODEL_NAME="m3") as server:
+        assert httpx.get(server.url + "/v1/models").json()["data"][0]["id"] == "m3"
+        engine = server.engine_pid()
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(20)
+        wait_until(lambda: not is_running(engine), 5)
+        assert "Application shutdown complete" in server.log
+        assert "Traceback" not in server.log
+
+
+def test_a_checkpoint_that_cannot_be_used_ends_the_process_with_a_short_message(tmp_path):
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--model", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0
+    assert "config.json" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_several_workers_are_refused():
+    command = [*UVICORN, "--workers", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "M3_MODEL": str(TINY)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert "--workers" in result.stderr
+    assert "Traceback" not in result.stderr
