@@ -193,6 +193,16 @@ def test_a_tensor_that_the_index_places_in_a_file_without_it(sharded):
     assert failure(sharded).endswith(f"1 missing tensors: {NORM}")
 
 
+def test_of_a_tensor_in_two_files_the_index_decides_which_counts(sharded):
+    index = json.loads((sharded / INDEX_FILE).read_text())["weight_map"]
+    others = sorted(set(index.values()) - {index[NORM]})
+    for other in others:
+        tensors = load_file(sharded / other)
+        save_file(tensors | {NORM: torch.full((64,), 9.0)}, sharded / other)
+    assert len(others) > 1
+    assert not (load(sharded)["norm"] == 9.0).any()
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
