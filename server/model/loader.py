@@ -43,7 +43,7 @@ def load_parameters(
     progress.start(sum(num_bytes.values()))
     for file_name, pieces in sorted(by_file.items()):
         with safe_open(model_dir / file_name, framework="pt") as file:
-            for parameter, piece in pieces:
+            for parameter, piece in sorted(pieces, key=lambda placed: stored[placed[1].name].offset):  # reads run forward
                 cut = piece.cut or (slice(None),)
                 tensors[parameter.name][piece.into].copy_(file.get_slice(piece.name)[cut])
                 progress.advance(num_bytes[piece.name])

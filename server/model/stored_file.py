@@ -41,11 +41,12 @@ class UnusableFileError(Exception):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's file, type in the format's spelling, and shape."""
+    """A tensor's file, type in the format's spelling, shape, and first byte among the file's tensor data."""
 
     file_name: str
     dtype: str
     shape: tuple[int, ...]
+    offset: int
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +105,12 @@ def _parse_header(path: Path, raw: bytes) -> tuple[dict[str, StoredTensor], int]
         entries = json.loads(raw)
         entries.pop("__metadata__", None)
         tensors = {
-            str(name): StoredTensor(path.name, str(entry["dtype"]), tuple(int(size) for size in entry["shape"]))
+            str(name): StoredTensor(
+                file_name=path.name,
+                dtype=str(entry["dtype"]),
+                shape=tuple(int(size) for size in entry["shape"]),
+                offset=int(entry["data_offsets"][0]),
+            )
             for name, entry in entries.items()
         }
         return tensors, max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
