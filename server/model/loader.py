@@ -1,5 +1,6 @@
 """Fills parameters from a verified checkpoint, file by file, reading only this rank's parts."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ def load_parameters(
         for piece in parameter.pieces:
             tensor = stored[piece.name]
             by_file[tensor.file_name].append((parameter, piece))
-            num_bytes[piece.name] = tensor.num_bytes * _product(piece.cut_shape) // max(1, _product(piece.shape))
+            num_bytes[piece.name] = tensor.num_bytes * math.prod(piece.cut_shape) // math.prod(piece.shape)
     tensors = {p.name: torch.empty(p.shape, dtype=torch.float32 if p.keeps_fp32 else dtype, device=device) for p in parameters}
     progress.start(sum(num_bytes.values()))
     for file_name, pieces in sorted(by_file.items()):
@@ -49,7 +50,3 @@ def load_parameters(
                 progress.advance(num_bytes[piece.name])
     progress.finish()
     return tensors
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
