@@ -30,6 +30,7 @@ ALLOWED = ("JPEG", "PNG", "WEBP", "GIF", "AVIF", "BMP", "TIFF", "ICO")
 _REGISTERED = (AvifImagePlugin, IcoImagePlugin, TiffImagePlugin, WebPImagePlugin)
 _ORIENTATION_TAG = 0x0112
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
+_UNSUPPORTED = {"I": "32 bits per channel", "F": "floating-point pixels", "LAB": "Lab colours"}
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -160,8 +161,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         if isinstance(transparent := image.info.get("transparency"), int):
             gray[levels == transparent] = 255
         return Image.fromarray(gray).convert("RGB")
-    if image.mode in ("I", "F"):
-        raise MediaError("Pictures with 32 bits per channel are not supported.")
+    if image.mode in _UNSUPPORTED:
+        raise MediaError(f"Pictures with {_UNSUPPORTED[image.mode]} are not supported.")
     if image.has_transparency_data:
         layers = image.convert("RGBA")
         white = Image.new("RGB", image.size, (255, 255, 255))

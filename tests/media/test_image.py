@@ -120,6 +120,12 @@ class TestFormats:
         )
         assert_colours(data, RED, BLUE)
 
+    def test_the_several_pictures_of_a_phones_jpeg_are_its_first(self):
+        second = Image.new("RGB", (96, 64), (0, 255, 0))
+        data = encode(halves(), "MPO", save_all=True, append_images=[second], quality=95)
+        assert sniff(data) == "JPEG"
+        assert_colours(data, RED, BLUE, within=8)
+
     def test_colour_profile_is_no_obstacle(self):
         data = encode(halves(), "JPEG", quality=95, icc_profile=b"not a profile")
         assert_colours(data, RED, BLUE, within=8)
@@ -186,8 +192,16 @@ class TestModes:
     def test_cmyk(self, kind):
         assert_colours(encode(halves().convert("CMYK"), kind), RED, BLUE, within=8)
 
-    def test_floating_point_is_refused(self):
-        assert_refused(encode(Image.fromarray(gray_halves(0, 1, np.float32)), "TIFF"), "32 bits")
+    @pytest.mark.parametrize(
+        ("image", "message"),
+        [
+            (Image.fromarray(gray_halves(0, 1, np.float32)), "floating-point"),
+            (Image.fromarray(gray_halves(0, 1, np.int32)), "32 bits"),
+            (Image.new("LAB", (96, 64)), "Lab"),
+        ],
+    )
+    def test_what_has_no_plain_meaning_in_eight_bits_is_refused_by_name(self, image, message):
+        assert_refused(encode(image, "TIFF"), f"{message}.*not supported")
 
 
 class TestOrientation:
@@ -214,6 +228,12 @@ class TestOrientation:
         height, width, _ = pixels.shape
         seen = [pixels[y * height // 4, x * width // 4] for y in (1, 3) for x in (1, 3)]
         assert np.abs(np.array(seen, int) - UPRIGHT[orientation]).max() <= 12
+
+    def test_sixteen_bits_are_turned_too(self):
+        exif = Image.Exif()
+        exif[ORIENTATION] = 3
+        data = encode(Image.fromarray(gray_halves(0x2000, 0xC0FF, np.uint16)), "PNG", exif=exif)
+        assert_colours(data, (0xC0,) * 3, (0x20,) * 3, within=0)
 
     def test_an_orientation_behind_the_pixels_of_a_png_counts(self):
         exif = Image.Exif()
