@@ -10,7 +10,9 @@ from server.api import chat, health, models
 from server.api.chat_format import ChatFormat
 from server.api.engine_client import EngineClient
 from server.api.middleware import BodyLimitMiddleware, RequestIdMiddleware
+from server.api.openapi import describe
 from server.api.problems import install_handlers
+from server.api.schema import ChatBody
 from server.api.service import Service
 from server.media.pipeline import MediaPipeline
 from server.settings import Settings
@@ -48,6 +50,7 @@ def create_app(
     app.state.service = service
     for router in (chat.router, models.router, health.router):
         app.include_router(router)
+    describe(app, ChatBody)
     install_handlers(app)
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
     app.add_middleware(RequestIdMiddleware)  # added last, so it is outermost

@@ -15,6 +15,7 @@ from server.api.disconnect import ClientGoneError, unless_client_gone
 from server.api.fold import fold
 from server.api.generate import Generation
 from server.api.middleware import request_id
+from server.api.openapi import json_body
 from server.api.problems import from_bug
 from server.api.schema import ChatBody
 from server.api.service import Service
@@ -27,9 +28,7 @@ CLIENT_GONE: Final = 499
 
 router = APIRouter()
 
-REQUEST_SCHEMA: Final = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": ChatBody.model_json_schema()}}}
-}
+REQUEST_BODY: Final = {"requestBody": json_body(ChatBody)}
 
 
 class Reply:
@@ -111,7 +110,7 @@ class Reply:
         return event(error.body())
 
 
-@router.post("/v1/chat/completions", openapi_extra=REQUEST_SCHEMA)
+@router.post("/v1/chat/completions", openapi_extra=REQUEST_BODY)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service

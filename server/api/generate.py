@@ -175,9 +175,15 @@ class Generation:
             sampling = msgspec.structs.replace(sampling, seed=nth_seed(call.seed, index))
         message = Submit(request_id, token_ids, sampling, items, call.priority)
         lease = self._lease
-        stream = self._service.engine.submit(message, lease.drop if lease else None)
-        if lease is not None:
+        if lease is None:
+            stream = self._service.engine.submit(message)
+        else:
             lease.hold()
+            try:
+                stream = self._service.engine.submit(message, lease.drop)
+            except BaseException:
+                lease.drop()
+                raise
         self._streams.append(stream)
         self._choices.append(ChoiceAssembler(index, self._service.chat_format, call.thinking_mode, call.stops))
 

@@ -16,27 +16,27 @@ router = APIRouter()
 STARTED_AT: Final = int(time.time())
 
 
-class Model(msgspec.Struct, frozen=True):
+class Model(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of `/v1/models`; `max_model_len` is null until the model is loaded."""
 
     id: str
-    max_model_len: int | None
     object: str = "model"
     created: int = STARTED_AT
     owned_by: str = "m3-server"
+    max_model_len: int | None
 
 
-class ModelList(msgspec.Struct, frozen=True):
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     """`/v1/models`."""
 
-    data: list[Model]
     object: str = "list"
+    data: list[Model]
 
 
 def _model(request: Request) -> Model:
     service: Service = request.app.state.service
     ready = service.engine.ready
-    return Model(service.settings.model_name, None if ready is None else ready.max_model_len)
+    return Model(id=service.settings.model_name, max_model_len=None if ready is None else ready.max_model_len)
 
 
 def _json(value: msgspec.Struct) -> Response:
@@ -46,7 +46,7 @@ def _json(value: msgspec.Struct) -> Response:
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """The one model that is served."""
-    return _json(ModelList([_model(request)]))
+    return _json(ModelList(data=[_model(request)]))
 
 
 @router.get("/v1/models/{name:path}")

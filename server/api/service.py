@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Rendering and tokenizing: more threads than cores only fight for the interpreter's lock.
-MAX_THREADS: Final = 4
+# Rendering and tokenizing. More would only fight for the interpreter's lock; fewer would let two long prompts hold up all.
+NUM_THREADS: Final = 4
 # An orderly end after the engine died is given up then: a client that does not read must not keep the process.
 EXIT_DEADLINE_S: Final = 8.0
 EXIT_CODE: Final = 1
@@ -70,7 +70,7 @@ class Service:
         self._num_requests = 0
         self._ready: Ready | None = None
         self._checker: Checker | None = None
-        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="prepare")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prepare")
         self._tasks: list[asyncio.Task[None]] = []
 
     @property

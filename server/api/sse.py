@@ -7,6 +7,8 @@ import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from server.api.disconnect import ClientGoneError, unless_client_gone
+
 DONE: Final = b"data: [DONE]\n\n"
 # A comment: clients skip it, proxies see that the connection is alive.
 HEARTBEAT: Final = b": waiting\n\n"
@@ -31,8 +33,10 @@ class EventStream(StreamingResponse):
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream."""
+        """Send the stream. The client's leaving is noticed the same way under every server, also in silence."""
         try:
-            await super().__call__(scope, receive, send)
+            await unless_client_gone(receive, self.stream_response(send))
+        except (ClientGoneError, OSError):
+            return  # nobody is there any more
         finally:
             self._on_close()

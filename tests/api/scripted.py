@@ -216,14 +216,15 @@ def settings_of(**values):
     return load_settings({"model": TINY, **values}, environ={})
 
 
-def make_app(engine, media=None, **settings):
-    return create_app(settings_of(**settings), engine=engine, media=media or ScriptedMedia(), chat_format=tiny_format())
+def make_app(engine, media=None, chat_format=None, **settings):
+    chat_format = chat_format or tiny_format()
+    return create_app(settings_of(**settings), engine=engine, media=media or ScriptedMedia(), chat_format=chat_format)
 
 
 @contextlib.asynccontextmanager
-async def http_client(engine, media=None, **settings):
+async def http_client(engine, media=None, chat_format=None, **settings):
     """A client of an application in this event loop."""
-    app = make_app(engine, media, **settings)
+    app = make_app(engine, media, chat_format, **settings)
     async with app.router.lifespan_context(app):
         await until(lambda: engine.ready is None or app.state.service.is_ready)
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)

@@ -1,9 +1,12 @@
 import asyncio
+import json
+import re
+import threading
 
 import pytest
 
 from server import __version__
-from tests.api.scripted import CHAT, Say, ScriptedEngine, chat, http_client
+from tests.api.scripted import CHAT, Say, ScriptedEngine, chat, http_client, tiny_format
 
 
 def ask(scenario, engine=None, **settings):
@@ -157,4 +160,33 @@ def test_every_family_is_described_once():
 def test_the_openapi_document_describes_the_chat_body():
     document = ask(lambda client: client.get("/openapi.json")).json()
     schema = document["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert "messages" in schema["properties"]
+    schemas = document["components"]["schemas"]
+    assert "messages" in schemas[schema["$ref"].rpartition("/")[2]]["properties"]
+    names = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document))
+    assert set(names) <= set(schemas)
+    assert '"#/$defs' not in json.dumps(document)
+
+
+def test_health_answers_while_a_long_prompt_is_prepared():
+    started, may_go_on = threading.Event(), threading.Event()
+
+    class SlowFormat:
+        def __getattr__(self, name):
+            return getattr(tiny_format(), name)
+
+        def encode_chat(self, *args, **kwargs):
+            started.set()
+            assert may_go_on.wait(30)
+            return tiny_format().encode_chat(*args, **kwargs)
+
+    async def run():
+        async with http_client(ScriptedEngine(Say("x")), chat_format=SlowFormat()) as client:
+            answer = asyncio.create_task(client.post(CHAT, json=chat()))
+            await asyncio.to_thread(started.wait, 30)
+            health = await client.get("/health")
+            assert not answer.done()
+            may_go_on.set()
+            return health, await answer
+
+    health, answer = asyncio.run(run())
+    assert (health.status_code, answer.status_code) == (200, 200)

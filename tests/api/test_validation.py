@@ -1,7 +1,10 @@
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from server.api.schema import ChatBody
 from server.settings import ThinkingMode
 from tests.api.scripted import Say, ScriptedEngine, ScriptedMedia, chat, post, tiny_format
 
@@ -146,6 +149,23 @@ def test_numbers_that_json_cannot_hold_are_refused(name, literal):
     raw = f'{{"messages": [{{"role": "user", "content": "hi"}}], "{name}": {literal}}}'.encode()
     response = post(ScriptedEngine(Say("x")), raw)
     assert response.status_code == 400
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=6), children, max_size=4),
+    max_leaves=8,
+)
+NAMES = sorted(ChatBody.model_fields)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(fields=st.dictionaries(st.sampled_from(NAMES), ANY_JSON, max_size=4))
+def test_no_value_of_any_field_is_a_servers_error(fields):
+    response = post(ScriptedEngine(Say("x")), chat() | fields)
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
 def test_errors_do_not_echo_the_prompt():
