@@ -146,12 +146,12 @@ class TestModes:
 
     @pytest.mark.parametrize("transparency", [0, bytes([0, 255])], ids=["index", "bytes"])
     def test_transparent_palette_entries_are_white(self, transparency):
-        image = Image.fromarray(gray_halves(0, 1, np.uint8), "L").convert("P")
+        image = Image.fromarray(gray_halves(0, 1, np.uint8)).convert("P")
         image.putpalette([*RED, *BLUE])
         assert_colours(encode(image, "PNG", transparency=transparency), WHITE, BLUE)
 
     def test_transparent_gif_is_white(self):
-        image = Image.fromarray(gray_halves(0, 1, np.uint8), "L").convert("P")
+        image = Image.fromarray(gray_halves(0, 1, np.uint8)).convert("P")
         image.putpalette([*RED, *BLUE])
         assert_colours(encode(image, "GIF", transparency=0), WHITE, BLUE)
 

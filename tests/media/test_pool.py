@@ -133,7 +133,7 @@ def test_a_worker_killed_while_idle_costs_nobody_anything(tmp_path):
 
 def test_a_task_past_its_deadline_is_refused_and_its_worker_killed(tmp_path):
     async def main():
-        async with running(tmp_path, task_timeout_s=1.0) as (pool, _):
+        async with running(tmp_path, task_timeout_s=2.0) as (pool, _):
             (pid,) = pool.pids
             os.kill(pid, signal.SIGSTOP)
             late, next_one = pool.submit(PLAN, PICTURE), pool.submit(PLAN, PICTURE)
