@@ -5,8 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
-from server.kernels.query_tiles import locate_query_tile, num_query_tiles, padded_num_seqs, uses_hopper_kernels
-from server.kernels.sparse_prefill import LOG2_E, attend_own_page, attend_page
+from server.kernels.query_tiles import locate_query_tile, num_query_tiles, padded_num_seqs
+from server.kernels.sparse_prefill import LOG2_E, attend_own_page, attend_page, fits_hopper_kernels
 
 _ROWS = 128
 
@@ -86,10 +86,10 @@ def dense_prefill(q: Tensor, kv_lane: Tensor, batch: AttentionBatch, scale: floa
     group = num_q_heads // num_heads
     tile = max(1, min(_ROWS // group, page_size))
     num_tiles = num_query_tiles(batch, tile)
-    if uses_hopper_kernels(q) and head_dim == 128 and page_size == 128 and tile * group == 128:
-        from server.kernels.page_attention_hopper import dense_tiles_hopper
+    if fits_hopper_kernels(q, kv_lane):
+        from server.kernels.page_attention_hopper import attend_densely_hopper
 
-        dense_tiles_hopper(q, kv_lane, batch, num_tiles, tile, scale * LOG2_E, out)
+        attend_densely_hopper(q, kv_lane, batch, scale * LOG2_E, out)
         return out
     _dense_kernel[(num_heads, num_tiles)](
         q,

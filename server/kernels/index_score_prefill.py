@@ -128,7 +128,8 @@ def score_blocks(
     num_tiles = num_query_tiles(batch, tile)
     max_blocks = out.shape[2]
     groups = out if group_max is None else group_max
-    if uses_hopper_kernels(index_q) and index_dim == 128 and batch.page_size == 128 and tile * num_heads == _MAX_ROWS:
+    geometry = (index_dim, batch.page_size, tile * num_heads)
+    if geometry == (128, 128, 256) and index_lane.is_contiguous() and uses_hopper_kernels(index_q):
         from server.kernels.index_score_hopper import score_blocks_hopper
 
         score_blocks_hopper(index_q, index_lane, batch, out, group_max, fill=fill)

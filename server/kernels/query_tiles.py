@@ -48,6 +48,58 @@ def locate_query_tile(query_start_ptr, seq_lens_ptr, num_seqs, i_tile, TILE: tl.
     return i_seq, first, begin, end, token_shift
 
 
+@triton.jit
+def store_tile_record(record_ptr, first, begin, end, token_shift, own_page, num_listed, num_left, i_seq):
+    """Write the eight int32 of a tile's work record; `end` is 0 in the record of a tile that does not exist."""
+    tl.store(record_ptr, first)
+    tl.store(record_ptr + 1, begin)
+    tl.store(record_ptr + 2, end)
+    tl.store(record_ptr + 3, token_shift)
+    tl.store(record_ptr + 4, own_page)
+    tl.store(record_ptr + 5, num_listed)
+    tl.store(record_ptr + 6, num_left)
+    tl.store(record_ptr + 7, i_seq)
+
+
+@triton.jit
+def _record_kernel(
+    query_start_ptr,
+    seq_lens_ptr,
+    page_table_ptr,
+    records_ptr,
+    num_seqs,
+    stride_pb,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    i_tile = tl.program_id(0)
+    i_seq, first, begin, end, token_shift = locate_query_tile(
+        query_start_ptr, seq_lens_ptr, num_seqs, i_tile, TILE, BLOCK_B
+    )
+    own = first // PAGE
+    own_page = tl.load(page_table_ptr + i_seq.to(tl.int64) * stride_pb + own)
+    store_tile_record(records_ptr + i_tile * 8, first, begin, end, token_shift, own_page, own, 0, i_seq)
+
+
+def tile_records(batch: AttentionBatch, num_tiles: int, tile: int) -> torch.Tensor:
+    """Work records [num_tiles, 8] int32 of tiles that attend to all pages before their own: see `store_tile_record`."""
+    records = torch.empty((num_tiles, 8), dtype=torch.int32, device=batch.seq_lens.device)
+    _record_kernel[(num_tiles,)](
+        batch.query_start,
+        batch.seq_lens,
+        batch.page_table,
+        records,
+        batch.seq_lens.shape[0],
+        batch.page_table.stride(0),
+        PAGE=batch.page_size,
+        TILE=tile,
+        BLOCK_B=padded_num_seqs(batch),
+        num_warps=1,
+    )
+    return records
+
+
 def uses_hopper_kernels(tensor: torch.Tensor) -> bool:
     """Whether the warp-specialised kernels can run: CUDA, compute capability 9.0, 16-bit floats."""
     if not tensor.is_cuda or tensor.dtype not in (torch.bfloat16, torch.float16):

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
-from server.kernels.query_tiles import locate_query_tile, num_query_tiles, padded_num_seqs
+from server.kernels.query_tiles import locate_query_tile, num_query_tiles, padded_num_seqs, store_tile_record
 
 UNIT = 64  # leftovers of one page that one unit of page-major work serves
 _KEYS_PER_PROGRAM = 1024
@@ -35,9 +35,9 @@ class SparsePlan:
         max_leftovers: R, leftovers a query can have per KV head; 0 when there is no page-major work.
         list_pages: [num_tiles, Hkv, L] int32 page ids of a tile's shared blocks.
         list_members: [num_tiles, Hkv, L] int32, bit i set when query i of the tile chose the block.
-        list_len: [num_tiles, Hkv] int32.
+        records: [num_tiles, Hkv, 8] int32, see `store_tile_record`; with the most leftovers that one of the queries has.
         num_leftovers: [Hkv, T] int32 per query.
-        leftovers: [Hkv * T * R] int64 leftover numbers sorted by (KV head, page).
+        leftovers: [Hkv * T * R] int32 leftover numbers sorted by (KV head, page).
         unit_page: [U] int32, KV head * P + page of every unit of page-major work.
         unit_begin: [U] int32, first of its entries in `leftovers`.
         unit_len: [U] int32, how many, <= UNIT.
@@ -49,7 +49,7 @@ class SparsePlan:
     max_leftovers: int
     list_pages: Tensor
     list_members: Tensor
-    list_len: Tensor
+    records: Tensor
     num_leftovers: Tensor
     leftovers: Tensor
     unit_page: Tensor
@@ -64,9 +64,9 @@ def _list_kernel(
     query_start_ptr,
     seq_lens_ptr,
     page_table_ptr,
+    records_ptr,
     list_pages_ptr,
     list_members_ptr,
-    list_len_ptr,
     num_leftovers_ptr,
     leftover_page_ptr,
     leftover_rank_ptr,
@@ -89,44 +89,58 @@ def _list_kernel(
     R: tl.constexpr = TOPK - 1
     i_tile, i_h = tl.program_id(0), tl.program_id(1)
     i_list = (i_tile * tl.num_programs(1) + i_h).to(tl.int64)
+    p_record = records_ptr + i_list * 8
     i_seq, first, begin, end, token_shift = locate_query_tile(
         query_start_ptr, seq_lens_ptr, num_seqs, i_tile, TILE, BLOCK_B
     )
     if end == 0:
-        tl.store(list_len_ptr + i_list, 0)
+        store_tile_record(p_record, 0, 0, 0, 0, 0, 0, 0, 0)
         return
     own = first // PAGE
+    p_pages = page_table_ptr + i_seq.to(tl.int64) * stride_pb
+    p_selection = selection_ptr + i_h.to(tl.int64) * stride_sh + (first + token_shift).to(tl.int64) * stride_st
     o_c = tl.arange(0, CHOICES)
     o_q = o_c // TOPK_PAD
     o_k = o_c % TOPK_PAD
-    m_c = (first + o_q >= begin) & (first + o_q < end) & (o_k < TOPK)
-    o_t = (first + o_q + token_shift).to(tl.int64)
-    p_selection = selection_ptr + i_h.to(tl.int64) * stride_sh + o_t * stride_st + o_k
-    b_block = tl.load(p_selection, mask=m_c, other=-1)
+    o_pos = first + o_q
+    m_c = (o_pos >= begin) & (o_pos < end) & (o_k < TOPK)
+    b_block = tl.load(p_selection + o_q.to(tl.int64) * stride_st + o_k, mask=m_c, other=-1)
     m_c = (b_block >= 0) & (b_block < own)
-    # Row i of the choice matrix compares choice i with all others; a query chooses a block at most once.
-    same = (b_block[:, None] == b_block[None, :]) & m_c[:, None] & m_c[None, :]
-    earlier = o_c[None, :] < o_c[:, None]
-    shared = m_c & (tl.sum(same.to(tl.int32), 1) >= MIN_MEMBERS)
-    head = shared & (tl.sum((same & earlier).to(tl.int32), 1) == 0)
-    b_members = tl.sum(tl.where(same, 1 << o_q[None, :], 0), 1)
+    # Which of the tile's queries chose the same block: a bit per query. A query chooses a block at most once.
+    o_s = tl.arange(0, TOPK_PAD)
+    b_members = tl.zeros([CHOICES], tl.int32)
+    b_count = tl.zeros([CHOICES], tl.int32)
+    for q in tl.static_range(TILE):
+        o_p = first + q + tl.zeros_like(o_s)
+        m_s = (o_p >= begin) & (o_p < end) & (o_s < TOPK)
+        b_other = tl.load(p_selection + q * stride_st + o_s, mask=m_s, other=-1)
+        chose = tl.max((b_block[:, None] == b_other[None, :]).to(tl.int32), 1)
+        b_members |= chose << q
+        b_count += chose
+    shared = m_c & (b_count >= MIN_MEMBERS)
+    head = shared & ((b_members & ((1 << o_q) - 1)) == 0)  # the first query that chose it
     b_place = tl.cumsum(head.to(tl.int32), 0) - 1
-    b_page = tl.load(page_table_ptr + i_seq.to(tl.int64) * stride_pb + b_block, mask=m_c, other=0)
+    b_page = tl.load(p_pages + b_block, mask=m_c, other=0)
     tl.store(list_pages_ptr + i_list * CHOICES + b_place, b_page, mask=head)
     tl.store(list_members_ptr + i_list * CHOICES + b_place, b_members, mask=head)
-    tl.store(list_len_ptr + i_list, tl.sum(head.to(tl.int32), 0))
+    num_left = 0
     if MIN_MEMBERS > 1:
         left = m_c & (shared == 0)
-        same_query = (o_q[:, None] == o_q[None, :]) & (left[None, :])
-        b_r = tl.sum((same_query & earlier).to(tl.int32), 1)
+        b_left = tl.reshape(left.to(tl.int32), [TILE, TOPK_PAD])
+        b_r = tl.reshape(tl.cumsum(b_left, 1), [CHOICES]) - 1
+        b_num = tl.sum(b_left, 1)
+        num_left = tl.max(b_num, 0)
         b_key = i_h * num_pages + b_page
         b_rank = tl.atomic_add(page_count_ptr + b_key, 1, mask=left, sem="relaxed")
-        o_left = (i_h.to(tl.int64) * num_tokens + o_t) * R + b_r
+        row = i_h * num_tokens + first + token_shift
+        o_left = (row + o_q) * R + b_r
         tl.store(leftover_page_ptr + o_left, b_key, mask=left)
         tl.store(leftover_rank_ptr + o_left, b_rank, mask=left)
-        b_num = tl.sum(same_query.to(tl.int32), 1)
-        m_q = (o_k == 0) & (first + o_q >= begin) & (first + o_q < end)
-        tl.store(num_leftovers_ptr + i_h.to(tl.int64) * num_tokens + o_t, b_num, mask=m_q)
+        o_t = tl.arange(0, TILE)
+        tl.store(num_leftovers_ptr + row + o_t, b_num, mask=(first + o_t >= begin) & (first + o_t < end))
+    own_page = tl.load(p_pages + own)
+    num_listed = tl.sum(head.to(tl.int32), 0)
+    store_tile_record(p_record, first, begin, end, token_shift, own_page, num_listed, num_left, i_seq)
 
 
 @triton.jit
@@ -172,7 +186,7 @@ def _sort_kernel(
     BLOCK: tl.constexpr,
 ):
     """Grid over all leftover numbers: puts each existing one at its place in the sorted order."""
-    o_left = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    o_left = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_left = o_left < num_slots
     b_num = tl.load(num_leftovers_ptr + o_left // R, mask=m_left, other=0)
     m_left = m_left & (o_left % R < b_num)
@@ -198,9 +212,9 @@ def build_plan(selection: Tensor, batch: AttentionBatch, num_pages: int, tile: i
     topk_pad = triton.next_power_of_2(topk)
     width = tile * topk_pad
     num_keys = num_heads * num_pages
-    assert num_keys < 2**31
     max_leftovers = topk - 1 if min_members > 1 else 0
     num_slots = num_heads * num_tokens * max_leftovers
+    assert max(num_keys, num_slots) < 2**31
     max_units = min(num_slots, num_slots // UNIT + num_keys)
 
     def ints(*shape: int) -> Tensor:
@@ -214,9 +228,9 @@ def build_plan(selection: Tensor, batch: AttentionBatch, num_pages: int, tile: i
         max_leftovers=max_leftovers,
         list_pages=ints(num_tiles, num_heads, width),
         list_members=ints(num_tiles, num_heads, width),
-        list_len=ints(num_tiles, num_heads),
+        records=ints(num_tiles, num_heads, 8),
         num_leftovers=ints(num_heads, num_tokens),
-        leftovers=torch.empty(num_slots, dtype=torch.int64, device=device),
+        leftovers=ints(num_slots),
         unit_page=ints(max_units),
         unit_begin=ints(max_units),
         unit_len=ints(max_units),
@@ -228,9 +242,9 @@ def build_plan(selection: Tensor, batch: AttentionBatch, num_pages: int, tile: i
         batch.query_start,
         batch.seq_lens,
         batch.page_table,
+        plan.records,
         plan.list_pages,
         plan.list_members,
-        plan.list_len,
         plan.num_leftovers,
         leftover_page,
         leftover_rank,
@@ -247,7 +261,7 @@ def build_plan(selection: Tensor, batch: AttentionBatch, num_pages: int, tile: i
         TILE=tile,
         MIN_MEMBERS=min_members,
         BLOCK_B=padded_num_seqs(batch),
-        num_warps=4,
+        num_warps=1,
     )
     if max_leftovers:
         page_begin = ints(num_keys)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
-from server.kernels.query_tiles import locate_query_tile, padded_num_seqs, uses_hopper_kernels
+from server.kernels.query_tiles import uses_hopper_kernels
 from server.kernels.sparse_plan import SparsePlan, build_plan
 
 LOG2_E = 1.4426950408889634
@@ -65,7 +65,7 @@ def _page_major_kernel(
         b_v = tl.load(p_kv + stride_kc + o_n[:, None] * stride_kn + o_d[None, :])
         for i in range(0, unit_len, QUERIES):
             m_r = i + o_r // G < unit_len
-            b_left = tl.load(leftovers_ptr + unit_begin + i + o_r // G, mask=m_r, other=0)
+            b_left = tl.load(leftovers_ptr + unit_begin + i + o_r // G, mask=m_r, other=0).to(tl.int64)
             b_t = b_left // R - i_h * num_tokens
             p_q = q_ptr + (b_t * stride_qt + (i_h * G + o_g) * stride_qh)[:, None] + o_d[None, :]
             b_q = tl.load(p_q, mask=m_r[:, None], other=0.0)
@@ -138,13 +138,9 @@ def _tile_kernel(
     partial_ptr,
     lse_ptr,
     num_leftovers_ptr,
-    query_start_ptr,
-    seq_lens_ptr,
-    page_table_ptr,
+    records_ptr,
     list_pages_ptr,
     list_members_ptr,
-    list_len_ptr,
-    num_seqs,
     num_tokens,
     scale_log2,
     stride_qt,
@@ -155,21 +151,20 @@ def _tile_kernel(
     stride_kn,
     stride_ot,
     stride_oh,
-    stride_pb,
     G: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     R: tl.constexpr,
-    BLOCK_B: tl.constexpr,
 ):
     """Grid (tiles, Hkv). Rows are TILE queries x G query heads."""
     ROWS: tl.constexpr = TILE * G
     i_tile, i_h = tl.program_id(0), tl.program_id(1)
-    i_seq, first, begin, end, token_shift = locate_query_tile(
-        query_start_ptr, seq_lens_ptr, num_seqs, i_tile, TILE, BLOCK_B
-    )
+    i_list = (i_tile * tl.num_programs(1) + i_h).to(tl.int64)
+    p_record = records_ptr + i_list * 8
+    first, begin, end = tl.load(p_record), tl.load(p_record + 1), tl.load(p_record + 2)
+    token_shift, own_page, num_listed = tl.load(p_record + 3), tl.load(p_record + 4), tl.load(p_record + 5)
     if end == 0:
         return
     o_r = tl.arange(0, ROWS)
@@ -183,14 +178,12 @@ def _tile_kernel(
     o_h = i_h.to(tl.int64) * G + o_g
     b_q = tl.load(q_ptr + (o_t * stride_qt + o_h * stride_qh)[:, None] + o_d[None, :], mask=m_r[:, None], other=0.0)
     p_kv = kv_ptr + i_h.to(tl.int64) * stride_kh
-    own_page = tl.load(page_table_ptr + i_seq.to(tl.int64) * stride_pb + first // PAGE).to(tl.int64)
     b_m, b_l, b_acc = attend_own_page(
-        b_q, p_kv + own_page * stride_kp, first, o_pos, end, scale_log2, stride_kc, stride_kn, D, PAGE
+        b_q, p_kv + own_page.to(tl.int64) * stride_kp, first, o_pos, end, scale_log2, stride_kc, stride_kn, D, PAGE
     )
-    i_list = (i_tile * tl.num_programs(1) + i_h).to(tl.int64)
     p_k = p_kv + o_n[None, :] * stride_kn + o_d[:, None]
     p_v = p_kv + stride_kc + o_n[:, None] * stride_kn + o_d[None, :]
-    for i in range(tl.load(list_len_ptr + i_list)):
+    for i in range(num_listed):
         page = tl.load(list_pages_ptr + i_list * WIDTH + i).to(tl.int64)
         members = tl.load(list_members_ptr + i_list * WIDTH + i)
         b_k = tl.load(p_k + page * stride_kp)
@@ -204,6 +197,12 @@ def _tile_kernel(
     b_o = b_acc / b_l[:, None]
     p_out = out_ptr + (o_t * stride_ot + o_h * stride_oh)[:, None] + o_d[None, :]
     tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_r[:, None])
+
+
+def fits_hopper_kernels(q: Tensor, kv_lane: Tensor) -> bool:
+    """Whether the geometry is the one that the warp-specialised kernels are written for, on a device that runs them."""
+    geometry = (q.shape[1] // kv_lane.shape[1], kv_lane.shape[4], kv_lane.shape[3])
+    return geometry == (16, 128, 128) and kv_lane.is_contiguous() and uses_hopper_kernels(q)
 
 
 @cache
@@ -273,12 +272,14 @@ def sparse_prefill(
     tile = min(_TILE, page_size)
     min_members = _MIN_MEMBERS if num_tokens >= _MIN_TOKENS_FOR_PAGE_MAJOR else 1
     plan = build_plan(selection, batch, num_pages, tile, min_members)
-    partial, lse = _attend_leftovers(q, kv_lane, plan, scale)
-    if uses_hopper_kernels(q) and head_dim == 128 and page_size == 128 and tile * group == 128:
-        from server.kernels.page_attention_hopper import sparse_tiles_hopper
+    if fits_hopper_kernels(q, kv_lane):
+        from server.kernels.page_attention_hopper import attend_tiles_hopper
+        from server.kernels.page_major_hopper import attend_leftovers_hopper
 
-        sparse_tiles_hopper(q, kv_lane, batch, plan, partial, lse, scale * LOG2_E, out)
+        partial, lse = attend_leftovers_hopper(q, kv_lane, plan, scale * LOG2_E)
+        attend_tiles_hopper(q, kv_lane, plan, partial, lse, scale * LOG2_E, out)
         return out
+    partial, lse = _attend_leftovers(q, kv_lane, plan, scale)
     _tile_kernel[(plan.num_tiles, num_heads)](
         q,
         kv_lane,
@@ -286,13 +287,9 @@ def sparse_prefill(
         partial,
         lse,
         plan.num_leftovers,
-        batch.query_start,
-        batch.seq_lens,
-        batch.page_table,
+        plan.records,
         plan.list_pages,
         plan.list_members,
-        plan.list_len,
-        batch.seq_lens.shape[0],
         num_tokens,
         scale * LOG2_E,
         q.stride(0),
@@ -303,14 +300,12 @@ def sparse_prefill(
         kv_lane.stride(3),
         out.stride(0),
         out.stride(1),
-        batch.page_table.stride(0),
         G=group,
         D=head_dim,
         PAGE=page_size,
         TILE=tile,
         WIDTH=plan.list_pages.shape[2],
         R=plan.max_leftovers,
-        BLOCK_B=padded_num_seqs(batch),
         num_warps=8 if tile * group >= 128 else 4,
         num_stages=3 if head_dim * page_size <= 128 * 128 else 2,
     )

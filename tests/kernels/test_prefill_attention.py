@@ -116,8 +116,8 @@ def tile_tokens(batch, tile):
 def listed_choices(plan, batch):
     choices = []
     for i, tokens in enumerate(tile_tokens(batch, plan.tile)):
-        for h in range(plan.list_len.shape[1]):
-            for j in range(int(plan.list_len[i, h])):
+        for h in range(plan.records.shape[1]):
+            for j in range(int(plan.records[i, h, 5])):
                 members = int(plan.list_members[i, h, j])
                 page = int(plan.list_pages[i, h, j])
                 choices += [(h, t, page) for q, t in enumerate(tokens) if members >> q & 1]

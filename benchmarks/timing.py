@@ -1,0 +1,74 @@
+"""Timing on a CUDA device: events around one call after flushing the L2 cache, or a CUDA graph over rotating inputs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+HBM_BYTES_PER_S = 4.3e12  # measured copy rate of an H200, read + written
+BF16_FLOPS_PER_S = 790e12  # measured rate of a large bf16 product on an H200
+_FLUSH_BYTES = 256 << 20  # several times the L2
+_HEAD_START_CYCLES = 1_000_000  # about half a millisecond in which the host enqueues, so that its launch time does not count
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: the median and the range of the middle 80 %."""
+
+    us: float
+    low_us: float
+    high_us: float
+
+
+def limit_us(num_bytes: float, flops: float) -> float:
+    """Time that no kernel on this device can go below: memory traffic or matrix products, whichever takes longer."""
+    return max(num_bytes / HBM_BYTES_PER_S, flops / BF16_FLOPS_PER_S) * 1e6
+
+
+def _summary(samples_us: list[float]) -> Timing:
+    ordered = sorted(samples_us)
+    tenth = len(ordered) // 10
+    return Timing(median(ordered), ordered[tenth], ordered[-1 - tenth])
+
+
+def time_events(call: Callable[[], object], *, repeats: int = 20, budget_s: float = 0.6) -> Timing:
+    """Time `call` with CUDA events, L2 flushed before each run; fewer repeats (at least 5) when a run is long."""
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    call()
+    torch.cuda.synchronize()
+    samples: list[float] = []
+    while len(samples) < repeats and (len(samples) < 5 or sum(samples) < budget_s * 1e6):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        flush.zero_()
+        start.record()  # type: ignore[no-untyped-call]
+        call()
+        end.record()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3)  # type: ignore[no-untyped-call]
+    return _summary(samples)
+
+
+def time_graph(calls: Sequence[Callable[[], object]], *, replays: int = 20) -> Timing:
+    """Time one call of a CUDA graph that runs all `calls`, each on its own inputs so that none finds its data in L2."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    samples: list[float] = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()  # type: ignore[no-untyped-call]
+        graph.replay()
+        end.record()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3 / len(calls))  # type: ignore[no-untyped-call]
+    return _summary(samples)
