@@ -12,7 +12,7 @@ from tests.e2e.server_process import TINY, ServerProcess
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_SHORT = 15
-NUM_TOKENS = 8
+NUM_TOKENS = 24
 LONG_PROMPT_LEN = 20_000
 PAUSE_S = 0.05
 TIMEOUT_S = 250
@@ -50,31 +50,46 @@ class HealthPoller:
                 self.delays_s.append(time.monotonic() - start_s)
 
 
-def stream(url, content):
-    """The lines of one streamed answer, and when the last came."""
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=TIMEOUT_S) as response:
-        lines = [line for line in response.iter_lines() if line]
-    return lines, time.monotonic()
+class Streamed:
+    """One streamed answer, read in a thread. `is_answering` is set when its first text is there."""
+
+    def __init__(self, url, content):
+        self.is_answering = threading.Event()
+        self.lines = []
+        self.end_s = None
+        self._url = url
+        self._body = {
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    def read(self):
+        with httpx.stream("POST", self._url + "/v1/chat/completions", json=self._body, timeout=TIMEOUT_S) as response:
+            for line in filter(None, response.iter_lines()):
+                self.lines.append(line)
+                if len(self.lines) == 2:  # the first has only the role
+                    self.is_answering.set()
+        self.end_s = time.monotonic()
+        assert self.lines[-1] == "data: [DONE]"
+        assert f'"completion_tokens":{NUM_TOKENS}' in self.lines[-2]
 
 
 def test_streams_and_health_go_on_beside_a_long_prompt():
     content = long_text()
     with ServerProcess() as server, HealthPoller(server.url) as poller, ThreadPoolExecutor(NUM_SHORT + 1) as threads:
-        long = threads.submit(stream, server.url, content)
-        short = [threads.submit(stream, server.url, f"Tell me story {i}.") for i in range(NUM_SHORT)]
-        ends_s = []
-        for answer in short:
-            lines, end_s = answer.result()
-            assert lines[-1] == "data: [DONE]"
-            assert f'"completion_tokens":{NUM_TOKENS}' in lines[-2]
-            ends_s.append(end_s)
-        lines, long_end_s = long.result()
-        assert lines[-1] == "data: [DONE]"
-        assert int(lines[-2].split('"prompt_tokens":')[1].split(",")[0]) >= LONG_PROMPT_LEN
-        # The long prompt is computed in chunks between the others' tokens, so they do not wait for it.
-        assert max(ends_s) < long_end_s
-        # One slow answer may be the machine's; a blocked event loop shows in many, or in seconds.
-        assert statistics.quantiles(poller.delays_s, n=20)[-1] < 0.1
-        assert max(poller.delays_s) < 0.5
+        short = [Streamed(server.url, f"Tell me story {i}.") for i in range(NUM_SHORT)]
+        reads = [threads.submit(answer.read) for answer in short]
+        assert all(answer.is_answering.wait(TIMEOUT_S) for answer in short)
+        long = Streamed(server.url, content)
+        reads.append(threads.submit(long.read))
+        for read in reads:
+            read.result(TIMEOUT_S)
+    assert int(long.lines[-2].split('"prompt_tokens":')[1].split(",")[0]) >= LONG_PROMPT_LEN
+    # The long prompt is computed in chunks between the others' tokens: they are done before it has begun to answer.
+    assert max(answer.end_s for answer in short) < long.end_s
+    # One slow answer may be the machine's; a blocked event loop shows in many, or in seconds.
+    assert statistics.quantiles(poller.delays_s, n=20)[-1] < 0.1
+    assert max(poller.delays_s) < 0.5

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -19,11 +20,16 @@ def test_when_the_engine_is_killed_requests_fail_and_the_process_ends_with_a_cod
         with client.stream("POST", server.url + "/v1/chat/completions", json=ENDLESS | {"stream": True}) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")
-            os.kill(server.engine_pid(), signal.SIGKILL)
-            killed_s = time.monotonic()
-            rest = [line for line in lines if line]
-            assert time.monotonic() - killed_s < 2
+            with ThreadPoolExecutor(1) as threads:
+                waiting = threads.submit(httpx.post, server.url + "/v1/chat/completions", json=ENDLESS, timeout=30)
+                wait_until(lambda: server.metric("m3_sequences_open") == 2, 10)
+                os.kill(server.engine_pid(), signal.SIGKILL)
+                killed_s = time.monotonic()
+                rest = [line for line in lines if line]
+                answer = waiting.result()
+                assert time.monotonic() - killed_s < 2
         assert '"code":"engine_unavailable"' in rest[-1]
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
         assert server.process.wait(20) == 1
         assert "the engine died" in server.log
 
@@ -37,6 +43,7 @@ def test_the_operators_launch_line_and_an_orderly_end():
         wait_until(lambda: not is_running(engine), 5)
         assert "Application shutdown complete" in server.log
         assert "Traceback" not in server.log
+        assert "Fatal" not in server.log
 
 
 def test_a_checkpoint_that_cannot_be_used_ends_the_process_with_a_short_message(tmp_path):
