@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from server.api.disconnect import ClientGoneError, unless_client_gone
-from server.api.fold import fold
+from server.api.fold import Fold
 from server.api.generate import Generation
 from server.api.middleware import request_id
 from server.api.openapi import json_body
@@ -63,14 +63,14 @@ class Reply:
 
     async def completion(self) -> bytes:
         """The whole answer as JSON."""
-        deltas: list[ChunkChoice] = []
+        fold = Fold()
         while not self._generation.finished:
-            deltas += await self._generation.next()
+            fold.add(await self._generation.next())
         completion = Completion(
             id=self._id,
             created=self._created,
             model=self._service.settings.model_name,
-            choices=fold(deltas),
+            choices=fold.choices(),
             usage=self._generation.usage,
         )
         self.status = 200

@@ -7,7 +7,7 @@ from msgspec import UNSET
 from server.api.wire import Choice, ChoiceLogprobs, ChunkChoice, Message, TokenLogprob
 
 
-class _Fold:
+class _FoldedChoice:
     """What one choice's deltas have added up to so far."""
 
     def __init__(self, index: int) -> None:
@@ -27,7 +27,8 @@ class _Fold:
         if delta.content is not UNSET:
             self.content.append(delta.content)
         if chunk.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + chunk.logprobs.content
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs += chunk.logprobs.content
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
 
@@ -38,9 +39,19 @@ class _Fold:
         return Choice(self.index, message, logprobs, self.finish_reason)
 
 
-def fold(chunks: Iterable[ChunkChoice]) -> list[Choice]:
-    """Add up the deltas of finished choices, in whatever way the choices are interleaved; ordered by index."""
-    folds: dict[int, _Fold] = {}
-    for chunk in chunks:
-        folds.setdefault(chunk.index, _Fold(chunk.index)).add(chunk)
-    return [folds[index].choice() for index in sorted(folds)]
+class Fold:
+    """Adds up deltas as they come, in whatever way the choices are interleaved."""
+
+    def __init__(self) -> None:
+        self._choices: dict[int, _FoldedChoice] = {}
+
+    def add(self, chunks: Iterable[ChunkChoice]) -> None:
+        """Take the next deltas."""
+        for chunk in chunks:
+            if chunk.index not in self._choices:
+                self._choices[chunk.index] = _FoldedChoice(chunk.index)
+            self._choices[chunk.index].add(chunk)
+
+    def choices(self) -> list[Choice]:
+        """The choices, which must all have finished, by index."""
+        return [self._choices[index].choice() for index in sorted(self._choices)]

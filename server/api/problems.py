@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from server.api.middleware import request_id
 from server.errors import BadRequestError, EngineUnavailableError, M3Error, OverloadedError, PayloadTooLargeError
 
 logger = logging.getLogger(__name__)
@@ -93,5 +94,9 @@ def install_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
+    async def on_bug(request: Request, error: Exception) -> Response:
+        return error_response(from_bug(error, request_id(request.scope)))
+
     app.add_exception_handler(M3Error, on_m3_error)
+    app.add_exception_handler(Exception, on_bug)
     app.add_exception_handler(HTTPException, on_http_error)

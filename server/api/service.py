@@ -115,7 +115,7 @@ class Service:
             OverloadedError: as many requests as may run and wait are there already, whatever they are waiting for.
         """
         if not self.is_ready:
-            is_starting = self.engine.state is not EngineState.DEAD and not self._has_failed
+            is_starting = self.engine.state in (EngineState.STARTING, EngineState.READY) and not self._has_failed
             raise EngineUnavailableError("the model is being loaded" if is_starting else "the engine is not running")
         if max(self._num_requests, self.engine.num_open) >= self.settings.max_num_seqs + self.settings.max_queued_requests:
             raise OverloadedError("too many requests are open; retry later")

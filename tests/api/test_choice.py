@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from server.api.choice import ChoiceAssembler
-from server.api.fold import fold
+from server.api.fold import Fold
 from server.messages import FinishReason, TokenLogprobs, Tokens
 from server.settings import ThinkingMode
 from tests.api.scripted import ids, tiny_format
@@ -13,6 +13,12 @@ from tests.api.scripted import ids, tiny_format
 ADAPTIVE = ThinkingMode.ADAPTIVE
 CANDIDATES = ["<mm:think>", "</mm:think>", "STOP", "ST", "OP", " ", "é", "漢", "👨‍👩‍👧", "ab", "\n", "]", "x"]
 STOPS = ("STOP", "漢x", "ab\n")
+
+
+def fold(deltas):
+    folded = Fold()
+    folded.add(deltas)
+    return folded.choices()
 
 
 def logprobs_of(token_ids, with_logprobs):

@@ -3,10 +3,11 @@ import json
 import re
 import threading
 
+import httpx
 import pytest
 
 from server import __version__
-from tests.api.scripted import CHAT, Say, ScriptedEngine, chat, http_client, tiny_format
+from tests.api.scripted import CHAT, Say, ScriptedEngine, chat, http_client, make_app, tiny_format
 
 
 def ask(scenario, engine=None, **settings):
@@ -117,6 +118,23 @@ def test_a_bug_is_a_500_that_says_and_logs_nothing_of_the_request(caplog):
     assert "secret" not in caplog.text
     assert "id-1 failed with KeyError" in caplog.text
     assert "in submit" in caplog.text
+
+
+def test_a_bug_outside_the_chat_route_has_the_error_shape_too():
+    app = make_app(ScriptedEngine(Say("x")))
+
+    async def broken(request):
+        raise KeyError("x")
+
+    app.add_route("/broken", broken)
+
+    async def run():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.get("/broken")
+
+    response = asyncio.run(run())
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
 
 
 def test_metrics_show_the_engine_and_the_requests():
