@@ -278,5 +278,10 @@ class LiveServer:
         self._thread.join(20)
         assert not self._thread.is_alive()
 
+    @property
+    def num_requests(self):
+        """Requests that hold a place."""
+        return self._app.state.service._num_requests
+
     def call(self, function):
         self.loop.call_soon_threadsafe(function)

@@ -1,5 +1,7 @@
 import asyncio
+import contextlib
 import json
+import random
 import socket
 import threading
 import time
@@ -8,6 +10,7 @@ import pytest
 
 from server.api import generate
 from server.api.disconnect import ClientGoneError, unless_client_gone
+from server.messages import FailureKind
 from tests.api.scripted import CHAT, LiveServer, Say, ScriptedEngine, ScriptedMedia, chat
 
 DEADLINE_S = 10
@@ -75,6 +78,24 @@ def test_a_client_that_leaves_before_its_body_is_complete_costs_nothing():
         with send(server, chat()) as connection:
             assert b"200 OK" in read_until(connection, b"completion_tokens")
         assert len(engine.submitted) == 1
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing_behind():
+    rng = random.Random(0)
+    scripts = [Say("x"), Say("y", end=None), Say("some tokens " * 20), Say("z", end=FailureKind.INTERNAL)]
+    engine, media = ScriptedEngine(Say("x")), ScriptedMedia()
+    with LiveServer(engine, media) as server:
+        for _ in range(60):
+            engine.scripts = [rng.choice(scripts)]
+            content = [PICTURE] * rng.randint(0, 2) + [{"type": "text", "text": "hi"}]
+            body = {"messages": [{"role": "user", "content": content}], "stream": rng.random() < 0.5, "n": rng.randint(1, 3)}
+            with send(server, body) as connection:
+                connection.settimeout(rng.choice([0.001, 0.01, 0.05]))
+                with contextlib.suppress(TimeoutError):
+                    connection.recv(rng.choice([1, 65536]))
+        wait_until(lambda: server.num_requests == 0)
+        assert engine.num_open == 0
+        assert media.num_leases == 0
 
 
 def test_a_finished_request_is_not_aborted():

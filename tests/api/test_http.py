@@ -1,4 +1,5 @@
 import asyncio
+import base64
 import json
 import re
 import threading
@@ -167,6 +168,21 @@ def test_metrics_show_the_engine_and_the_requests():
         assert expected in lines
     (usage,) = [line for line in lines if line.startswith("vllm:kv_cache_usage_perc{")]
     assert float(usage.split()[-1]) == pytest.approx(0.2)
+
+
+def test_metrics_count_pictures():
+    def body(data):
+        url = "data:image/png;base64," + base64.b64encode(data).decode()
+        return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}] * 2}]}
+
+    async def scenario(client):
+        for data in (b"good", b"bad"):
+            await client.post(CHAT, json=body(data))
+        return await client.get("/metrics")
+
+    lines = ask(scenario).text.splitlines()
+    assert "m3_media_items_total 2.0" in lines
+    assert "m3_media_errors_total 1.0" in lines
 
 
 def test_every_family_is_described_once():
