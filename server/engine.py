@@ -15,10 +15,12 @@ from typing import Protocol
 
 import torch
 
+from server.engine_grammars import GrammarQueue
 from server.engine_launch import EngineLaunch
 from server.engine_setup import EngineParts, StartError, build
 from server.media.slab import SlabReader
 from server.messages import Abort, Failed, FailureKind, RequestEvent, Shutdown, SlabRef, StartFailed, Submit
+from server.model.grammar import GrammarCompiler
 from server.model.media_features import MediaFeaturesError, PixelReader, Pixels
 from server.scheduler.plan import StepPlan, StepResult
 from server.scheduler.scheduler import Scheduler
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 BUSY_STATS_PERIOD_S = 0.2
 IDLE_STATS_PERIOD_S = 0.5
+COMPILE_POLL_S = 0.002
 MAX_FAILED_STEPS = 3
 STEP_FAILED = "the model could not compute the step of this request"
 
@@ -46,8 +49,24 @@ class EngineFailedError(Exception):
 class Engine:
     """The loop. One thread, which owns channel, scheduler and runner."""
 
-    def __init__(self, channel: EngineChannel, scheduler: Scheduler, runner: Runner, vocab_size: int) -> None:
-        """`vocab_size` is the number of rows of the model's embedding: no token id may reach it."""
+    def __init__(
+        self,
+        channel: EngineChannel,
+        scheduler: Scheduler,
+        runner: Runner,
+        vocab_size: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """Take over the parts.
+
+        Args:
+            channel: to the front.
+            scheduler: empty.
+            runner: warm.
+            vocab_size: number of rows of the model's embedding; no token id may reach it.
+            grammars: the runner's; without it, requests with a grammar are refused.
+        """
+        self._grammars = GrammarQueue(grammars)
         self._channel = channel
         self._vocab_size = vocab_size
         self._scheduler = scheduler
@@ -63,6 +82,7 @@ class Engine:
             EngineFailedError: the device is lost, or several steps in a row failed; what they held was answered.
         """
         while self._drain_inbox():
+            self._add_compiled()
             plan = self._scheduler.schedule()
             if plan is not None:
                 self._step(plan)
@@ -71,14 +91,17 @@ class Engine:
     def _drain_inbox(self) -> bool:
         """Hand the front's messages to the scheduler; blocks while there is nothing to do. False after `Shutdown`."""
         timeout_s = 0.0 if self._scheduler.has_work else max(0.0, self._next_stats_s - time.monotonic())
+        if self._grammars:
+            timeout_s = min(timeout_s, COMPILE_POLL_S)
         for message in self._channel.receive(timeout_s):
             match message:
                 case Submit():
                     self._channel.send(self._add(message))
                 case Abort():
-                    self._channel.send(self._scheduler.abort(message.request_id))
+                    held = self._grammars.abort(message.request_id)
+                    self._channel.send(held or self._scheduler.abort(message.request_id))
                 case Shutdown():
-                    self._channel.send(self._scheduler.shutdown())
+                    self._channel.send([*self._grammars.shutdown(), *self._scheduler.shutdown()])
                     return False
         return True
 
@@ -88,7 +111,14 @@ class Engine:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             message = f"a token id of the prompt is not below {self._vocab_size}"
             return [Failed(submit.request_id, FailureKind.INVALID, message)]
+        if submit.sampling.grammar is not None:
+            return self._grammars.hold(submit, submit.sampling.grammar)
         return self._scheduler.add(submit)
+
+    def _add_compiled(self) -> None:
+        """Hand the requests to the scheduler whose grammars are compiled now."""
+        for held in self._grammars.take_ready():
+            self._channel.send([held] if isinstance(held, Failed) else self._scheduler.add(held))
 
     def _step(self, plan: StepPlan) -> None:
         started_s = time.perf_counter()
@@ -170,7 +200,7 @@ def main() -> int:
         parts = start(launch, channel)
         if parts is None:
             return 1
-        Engine(channel, parts.scheduler, parts.runner, parts.ready.vocab_size).run()
+        Engine(channel, parts.scheduler, parts.runner, parts.ready.vocab_size, parts.grammars).run()
     except Exception:
         logger.exception("the engine leaves")
         return 1

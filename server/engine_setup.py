@@ -7,13 +7,16 @@ import logging
 import os
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from server.grammars import GrammarError, GrammarTokenizer
 from server.kvcache.pools import CachePools, CacheSpec
 from server.messages import Ready, SamplingParams
 from server.model.checkpoint import CheckpointError
 from server.model.config import ConfigError, M3Config, cache_spec
+from server.model.grammar import GrammarCompiler
 from server.model.m3 import M3Model
 from server.model.media_features import PixelReader
 from server.model.runner import ModelRunner
@@ -41,11 +44,13 @@ class EngineParts:
         scheduler: empty.
         runner: warm.
         ready: the limits to announce.
+        grammars: shared with the runner; None when the checkpoint's tokenizer cannot be used for grammars.
     """
 
     scheduler: Scheduler
     runner: ModelRunner
     ready: Ready
+    grammars: GrammarCompiler | None
 
 
 def choose_device(setting: Device) -> torch.device:
@@ -135,6 +140,7 @@ def build(settings: Settings, read_pixels: PixelReader) -> EngineParts:
         "cache: %d pages of %d tokens, %.2f GiB on %s; longest sequence %d tokens",
         *(num_pages, spec.page_size, num_pages * spec.bytes_per_page / (1 << 30), device, sizes.max_seq_len),
     )
+    grammars = load_grammars(settings.model, config.text.vocab_size)
     runner = ModelRunner(
         model,
         CachePools(spec, num_pages, device),
@@ -143,10 +149,20 @@ def build(settings: Settings, read_pixels: PixelReader) -> EngineParts:
         vocab_size=config.text.vocab_size,
         read_pixels=read_pixels,
         base_seed=secrets.randbits(63),
+        grammars=grammars,
     )
     warm_up(runner)
     ready = Ready(num_pages, spec.page_size, sizes.max_seq_len, config.text.vocab_size)
-    return EngineParts(Scheduler(sizes), runner, ready)
+    return EngineParts(Scheduler(sizes), runner, ready, grammars)
+
+
+def load_grammars(model_dir: Path, vocab_size: int) -> GrammarCompiler | None:
+    """What the sampler needs for grammars; None, with a warning, when the checkpoint does not allow any."""
+    try:
+        return GrammarCompiler(GrammarTokenizer(model_dir, vocab_size))
+    except GrammarError as error:
+        logger.warning("requests with a grammar will be refused: %s", error)
+        return None
 
 
 def choose_step_tokens(settings: Settings, device: torch.device) -> int:

@@ -10,6 +10,42 @@ import enum
 import msgspec
 
 
+class GrammarKind(enum.StrEnum):
+    """The language that a grammar is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """The texts that an output may be. Equal grammars are compiled once, so the text should be spelled one way.
+
+    Attributes:
+        kind: how to read `text`.
+        text: a JSON schema; nothing for `json_object`; a regular expression that the whole output matches; a JSON list of
+            strings for `choice`; or a grammar in llguidance's dialect of Lark.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+
+class ThinkingTokens(msgspec.Struct, frozen=True):
+    """Free text that comes before a grammar's text.
+
+    Attributes:
+        closer: id that ends the free text; the grammar begins behind its first occurrence.
+        opener: None when the prompt ends inside the free text. Otherwise the output may begin with `opener`, and then it is
+            inside, or with `closer`, or with the grammar's text at once.
+    """
+
+    closer: int
+    opener: int | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True):
     """How to choose tokens for one sequence. Every value is validated before it gets here.
 
@@ -26,6 +62,13 @@ class SamplingParams(msgspec.Struct, frozen=True):
         stop_token_ids: ids that end the sequence; the end-of-turn id is among them unless the client ignores it.
         min_tokens: no stop token is sampled before that many tokens.
         num_logprobs: None for none; otherwise the sampled token's and that many best alternatives.
+        num_prompt_logprobs: the same for every token of the prompt but the first; the prefix cache is not read then, because
+            it has no logits.
+        grammar: what the output must match. A stop token is sampled only where the text is complete; `max_tokens` may cut it
+            before. A complete text that cannot go on is padded with stop tokens up to `min_tokens`.
+        thinking: free text before the grammar; None when it begins with the first token.
+        allowed_token_ids: the only ids to choose from, stop ids included; empty for all.
+        bad_words: token sequences, none empty, that the output never contains; `min_tokens` and these hold on top of a grammar.
     """
 
     max_tokens: int
@@ -41,6 +84,11 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+    thinking: ThinkingTokens | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class SlabRef(msgspec.Struct, frozen=True):
@@ -125,11 +173,11 @@ ToEngine = Submit | Abort | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities at one generated position, before temperature, from the model's distribution.
+    """Log-probabilities at one position, before temperature, from the model's distribution.
 
     Attributes:
-        logprob: of the sampled token, natural logarithm.
-        top_ids, top_logprobs: the best alternatives, best first; both of length `num_logprobs`.
+        logprob: of the sampled token, or of the prompt's, natural logarithm.
+        top_ids, top_logprobs: the best alternatives, best first; both of length `num_logprobs` or `num_prompt_logprobs`.
     """
 
     logprob: float
@@ -152,11 +200,14 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
         request_id: whose.
         token_ids: one or more ids.
         logprobs: one entry per id when the request asked for them, else empty.
+        prompt_logprobs: with the first tokens of a request that asked for them: one entry per token of the prompt but the
+            first one; else empty.
     """
 
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

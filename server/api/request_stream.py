@@ -20,6 +20,7 @@ class RequestStream:
         self._aborted = False
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._terminal: TerminalEvent | None = None
         self._exhausted = False
         self._arrival = asyncio.Event()
@@ -31,6 +32,7 @@ class RequestStream:
         else:
             self._token_ids += event.token_ids
             self._logprobs += event.logprobs
+            self._prompt_logprobs += event.prompt_logprobs
         self._arrival.set()
 
     def abort(self) -> None:
@@ -45,8 +47,8 @@ class RequestStream:
     async def __anext__(self) -> RequestEvent:
         while True:
             if self._token_ids:
-                event = Tokens(self.request_id, self._token_ids, self._logprobs)
-                self._token_ids, self._logprobs = [], []
+                event = Tokens(self.request_id, self._token_ids, self._logprobs, self._prompt_logprobs)
+                self._token_ids, self._logprobs, self._prompt_logprobs = [], [], []
                 return event
             if self._exhausted:
                 raise StopAsyncIteration

@@ -147,6 +147,18 @@ def apply_penalties(
     return logits - generated * presence[:, None] - output_counts * frequency[:, None]
 
 
+def keep_tokens(logits: Tensor, mask: Tensor) -> Tensor:
+    """-inf where a token's bit is not set: [R, V] fp32.
+
+    Args:
+        logits: [R, V] fp32.
+        mask: [R, ceil(V / 32)] int32; bit i of word w is token 32 w + i.
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    is_kept = ((mask[:, :, None] >> bits) & 1).bool().flatten(1)  # [R, 32 * ceil(V / 32)]
+    return logits.masked_fill(~is_kept[:, : logits.shape[1]], float("-inf"))
+
+
 def logprobs(logits: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the model's own distribution.
 

@@ -14,8 +14,11 @@ from torch import Tensor
 from server.kernels.attention_batch import AttentionBatch
 from server.kvcache.pools import CachePools
 from server.model.batch_builder import BatchBuilder
+from server.model.grammar import GrammarCompiler
 from server.model.media_features import FeatureRows, MediaEncoder, MediaFeatures, PixelReader
-from server.model.sampler import Sampler, SamplingRow
+from server.model.prompt_logprobs import PromptScorer
+from server.model.sampler import Sampler
+from server.model.sampling_slot import SamplingRow
 from server.scheduler.plan import Chunk, SlotFailure, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ class ModelRunner:
         vocab_size: int,
         read_pixels: PixelReader,
         base_seed: int,
+        grammars: GrammarCompiler | None = None,
         poison_pages: bool = False,
     ) -> None:
         """Allocate the slots.
@@ -58,6 +62,7 @@ class ModelRunner:
             vocab_size: width of the logits.
             read_pixels: bytes of a slab range; raises when the range was reused.
             base_seed: for sequences without a seed.
+            grammars: without it, a sequence with a grammar fails.
             poison_pages: fill fresh pages with NaN before use, so that a test sees every read of stale memory.
         """
         self._model = model
@@ -65,7 +70,8 @@ class ModelRunner:
         self._poison_pages = poison_pages
         self._builder = BatchBuilder(max_num_seqs, max_model_len, pools.page_size, pools.device)
         self._media = MediaFeatures(model, read_pixels, pools.device)
-        self._sampler = Sampler(max_num_seqs, vocab_size, pools.device, base_seed)
+        self._scorer = PromptScorer(pools.device)
+        self._sampler = Sampler(max_num_seqs, vocab_size, pools.device, base_seed, grammars)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -73,10 +79,12 @@ class ModelRunner:
         for slot in plan.released_slots:
             self._builder.release(slot)
             self._media.release(slot)
+            self._scorer.release(slot)
             self._sampler.release(slot)
         for sequence in plan.new_sequences:
             self._builder.admit(sequence)
             self._media.admit(sequence.slot, sequence.media)
+            self._scorer.admit(sequence)
             self._sampler.admit(sequence)
         fresh_pages = self._builder.append_pages(plan.chunks)
         if self._poison_pages:
@@ -87,12 +95,14 @@ class ModelRunner:
         model_input = self._builder.build(chunks)
         embeddings = self._place_media(chunks, media_rows)
         hidden = self._model.forward(model_input.token_ids, model_input.batch, self._pools, embeddings)
+        scores, faults = self._scorer.score(chunks, hidden, self._model.logits)
+        failures += faults
         rows = [SamplingRow(chunk.slot, chunk.start + chunk.num_tokens) for chunk in chunks if chunk.samples]
         if not rows:
-            return StepResult((), tuple(failures))
+            return StepResult((), tuple(failures), tuple(scores))
         outcome = self._sampler.sample(self._model.logits(hidden[model_input.sample_rows]), rows)
         self._builder.set_last_tokens([row.slot for row in rows], outcome.token_ids)
-        return StepResult(outcome.sampled, (*failures, *outcome.failures))
+        return StepResult(outcome.sampled, (*failures, *outcome.failures), tuple(scores))
 
     def _collect_media(self, chunks: tuple[Chunk, ...]) -> tuple[list[Chunk], list[list[FeatureRows]], list[SlotFailure]]:
         """The chunks whose media could be had, their features, and the failures of the others."""

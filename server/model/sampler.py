@@ -1,10 +1,10 @@
 """The sampler: every slot's parameters, random stream and penalty state, and the choice of a token per row.
 
-Parameters live in persistent tensors, one row per slot, so a step only gathers them. Which path a row takes (greedy, plain,
-filtered) follows from its own parameters alone; its batch mates cannot change its result. It knows nothing of pages.
+A row's logits pass bias and penalties, then the rules of `constraints`, and then one token is drawn. Parameters live in
+persistent tensors, one row per slot, so a step only gathers them. Which path a row takes (greedy, plain, filtered) follows
+from its own parameters alone; its batch mates cannot change its result. It knows nothing of pages.
 """
 
-import enum
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,21 +20,14 @@ from server.kernels.sampling import (
     sample_greedy,
     sample_plain,
 )
-from server.messages import SamplingParams, TokenLogprobs
+from server.messages import TokenLogprobs
+from server.model.constraints import Constraints
+from server.model.grammar import GrammarCompiler
+from server.model.sampling_slot import SamplingPath, SamplingRow, SamplingSlot
 from server.scheduler.plan import NewSequence, SampledToken, SlotFailure
 
-
-@dataclass(frozen=True)
-class SamplingRow:
-    """One row of logits.
-
-    Attributes:
-        slot: whose.
-        position: of the token to choose = number of tokens before it.
-    """
-
-    slot: int
-    position: int
+NOT_FINITE = "the model's output was not finite"
+NO_CHOICE = "the request's rules leave no token to choose"
 
 
 @dataclass(frozen=True)
@@ -51,61 +44,31 @@ class SamplingOutcome:
     failures: tuple[SlotFailure, ...]
 
 
-class _Path(enum.Enum):
-    """How a row is drawn. `TOP_K` ranks only the best logits, `RANKED` all of them."""
-
-    GREEDY = enum.auto()
-    PLAIN = enum.auto()
-    TOP_K = enum.auto()
-    RANKED = enum.auto()
-
-
-@dataclass(frozen=True)
-class _SlotSampling:
-    """What the host knows of a slot. The tensors are None when its parameters do not need them.
-
-    Attributes:
-        params: as submitted.
-        num_prompt_tokens: where the output begins.
-        bias_ids, bias_values: [n] int64, [n] fp32.
-        stop_ids: [m] int64, for min_tokens.
-        prompt_seen: [V] bool.
-        output_counts: [V] int32, updated with every token.
-    """
-
-    params: SamplingParams
-    num_prompt_tokens: int
-    bias_ids: Tensor | None
-    bias_values: Tensor | None
-    stop_ids: Tensor | None
-    prompt_seen: Tensor | None
-    output_counts: Tensor | None
-
-    @property
-    def path(self) -> _Path:
-        if self.params.temperature == 0:
-            return _Path.GREEDY
-        if self.params.top_k > 0:
-            return _Path.TOP_K
-        return _Path.RANKED if self.params.top_p < 1 or self.params.min_p > 0 else _Path.PLAIN
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.output_counts is not None
-
-    def masks_stops(self, position: int) -> bool:
-        return self.stop_ids is not None and position - self.num_prompt_tokens < self.params.min_tokens
-
-
 class Sampler:
     """Chooses tokens for the slots of one model."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, base_seed: int) -> None:
-        """`base_seed` seeds the sequences without a seed of their own; it must be equal on all ranks."""
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        base_seed: int,
+        compiler: GrammarCompiler | None = None,
+    ) -> None:
+        """Allocate the slots.
+
+        Args:
+            max_num_seqs: slots.
+            vocab_size: width of the logits, V.
+            device: of the logits.
+            base_seed: seeds the sequences without a seed of their own; it must be equal on all ranks.
+            compiler: without one, every sequence with a grammar fails.
+        """
         self._vocab_size = vocab_size
         self._device = device
         self._base_seed = base_seed
-        self._slots: dict[int, _SlotSampling] = {}
+        self._constraints = Constraints(max_num_seqs, vocab_size, device, compiler)
+        self._slots: dict[int, SamplingSlot] = {}
         self._temperature = torch.ones(max_num_seqs, dtype=torch.float32, device=device)
         self._top_p = torch.ones(max_num_seqs, dtype=torch.float32, device=device)
         self._min_p = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
@@ -120,22 +83,13 @@ class Sampler:
         self._min_p[slot] = params.min_p
         self._top_k[slot] = params.top_k
         self._seed[slot] = self._seed_of(sequence)
-        bias = [(token_id, value) for token_id, value in params.logit_bias if self._is_column(token_id)]
-        stops = [token_id for token_id in params.stop_token_ids if self._is_column(token_id)]
-        penalised = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
-        self._slots[slot] = _SlotSampling(
-            params=params,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            bias_ids=self._tensor([token_id for token_id, _ in bias], torch.int64) if bias else None,
-            bias_values=self._tensor([value for _, value in bias], torch.float32) if bias else None,
-            stop_ids=self._tensor(stops, torch.int64) if params.min_tokens and stops else None,
-            prompt_seen=self._count(sequence.token_ids[: sequence.num_prompt_tokens]) > 0 if penalised else None,
-            output_counts=self._count(sequence.token_ids[sequence.num_prompt_tokens :]) if penalised else None,
-        )
+        self._slots[slot] = SamplingSlot.of(sequence, self._vocab_size, self._device)
+        self._constraints.admit(sequence)
 
     def release(self, slot: int) -> None:
         """Forget a slot; one that holds nothing is ignored."""
         self._slots.pop(slot, None)
+        self._constraints.release(slot)
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SamplingOutcome:
         """Choose one token per row.
@@ -146,24 +100,27 @@ class Sampler:
         """
         states = [self._slots[row.slot] for row in rows]
         is_finite = logits.isfinite().all(dim=-1)  # [S]
-        token_ids = self._choose(self._adjust(logits, rows, states), rows, states)
+        constrained = self._constraints.apply(self._adjust(logits, states), rows)
+        has_choice = is_finite if constrained.has_choice is None else constrained.has_choice
+        token_ids = self._choose(constrained.logits, rows, states)
         self._count_outputs(token_ids, states)
-        ids, finite = torch.stack([token_ids, is_finite.to(torch.int64)]).tolist()
+        ids, finite, choosable = torch.stack([token_ids, is_finite.to(torch.int64), has_choice.to(torch.int64)]).tolist()
         details = self._logprobs(logits, token_ids, states)
         sampled, failures = [], []
         for i, row in enumerate(rows):
-            if finite[i]:
-                sampled.append(SampledToken(row.slot, ids[i], details.get(i)))
-            else:
-                failures.append(SlotFailure(row.slot, "the model's output was not finite"))
+            fault = NOT_FINITE if not finite[i] else constrained.faults.get(i, None if choosable[i] else NO_CHOICE)
+            if fault is not None:
+                failures.append(SlotFailure(row.slot, fault))
+                continue
+            self._constraints.advance(row.slot, ids[i])
+            sampled.append(SampledToken(row.slot, ids[i], details.get(i)))
         return SamplingOutcome(token_ids, tuple(sampled), tuple(failures))
 
-    def _adjust(self, logits: Tensor, rows: Sequence[SamplingRow], states: list[_SlotSampling]) -> Tensor:
-        """Bias, penalties and min_tokens, in this order: [S, V]; a copy if anything changes."""
+    def _adjust(self, logits: Tensor, states: list[SamplingSlot]) -> Tensor:
+        """Bias, then penalties: [S, V]; a copy if anything changes."""
         biased = [i for i, state in enumerate(states) if state.bias_ids is not None]
-        penalised = [i for i, state in enumerate(states) if state.has_penalties]
-        masked = [i for i, state in enumerate(states) if state.masks_stops(rows[i].position)]
-        if not (biased or penalised or masked):
+        penalised = [i for i, state in enumerate(states) if state.output_counts is not None]
+        if not (biased or penalised):
             return logits
         logits = logits.clone()
         for i in biased:
@@ -178,26 +135,24 @@ class Sampler:
                 self._tensor([state.params.presence_penalty for state in chosen], torch.float32),
                 self._tensor([state.params.frequency_penalty for state in chosen], torch.float32),
             )
-        for i in masked:
-            logits[i].index_fill_(0, _given(states[i].stop_ids), float("-inf"))
         return logits
 
-    def _choose(self, logits: Tensor, rows: Sequence[SamplingRow], states: list[_SlotSampling]) -> Tensor:
+    def _choose(self, logits: Tensor, rows: Sequence[SamplingRow], states: list[SamplingSlot]) -> Tensor:
         """[S] int64; each row by the path of its own parameters."""
         token_ids = sample_greedy(logits)
-        paths: dict[_Path, list[int]] = {}
+        paths: dict[SamplingPath, list[int]] = {}
         for i, state in enumerate(states):
             paths.setdefault(state.path, []).append(i)
         for path, indices in paths.items():
-            if path is _Path.GREEDY:
+            if path is SamplingPath.GREEDY:
                 continue
             index = self._tensor(indices, torch.int64)
             batch = self._batch([rows[i] for i in indices])
-            if path is _Path.PLAIN:
+            if path is SamplingPath.PLAIN:
                 token_ids[index] = sample_plain(logits[index], batch)
             else:
                 top_k = max(states[i].params.top_k for i in indices)
-                num_candidates = top_k if path is _Path.TOP_K else self._vocab_size
+                num_candidates = top_k if path is SamplingPath.TOP_K else self._vocab_size
                 token_ids[index] = sample_filtered(logits[index], batch, num_candidates)
         return token_ids
 
@@ -212,12 +167,12 @@ class Sampler:
             position=self._tensor([row.position for row in rows], torch.int64),
         )
 
-    def _count_outputs(self, token_ids: Tensor, states: list[_SlotSampling]) -> None:
+    def _count_outputs(self, token_ids: Tensor, states: list[SamplingSlot]) -> None:
         for i, state in enumerate(states):
             if state.output_counts is not None:
                 state.output_counts[token_ids[i]] += 1
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, states: list[_SlotSampling]) -> dict[int, TokenLogprobs]:
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, states: list[SamplingSlot]) -> dict[int, TokenLogprobs]:
         """By row, for the sequences that asked."""
         wanted = {i: state.params.num_logprobs for i, state in enumerate(states) if state.params.num_logprobs is not None}
         if not wanted:
@@ -236,14 +191,6 @@ class Sampler:
             digest = hashlib.blake2b(f"{self._base_seed}:{sequence.request_id}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "little")
         return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-
-    def _is_column(self, token_id: int) -> bool:
-        return 0 <= token_id < self._vocab_size
-
-    def _count(self, token_ids: list[int]) -> Tensor:
-        """Occurrences, [V] int32; ids beyond the logits' width do not count."""
-        ids = torch.tensor([i for i in token_ids if self._is_column(i)], dtype=torch.int64)
-        return torch.bincount(ids, minlength=self._vocab_size).to(torch.int32).to(self._device)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)

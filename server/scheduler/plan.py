@@ -85,13 +85,29 @@ class SlotFailure(msgspec.Struct, frozen=True):
     message: str
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of prompt tokens, from a chunk of a sequence that asked for them.
+
+    Attributes:
+        slot: whose.
+        start: position of the first of these tokens, >= 1.
+        logprobs: one entry per token, in order.
+    """
+
+    slot: int
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """What a step produced: one `SampledToken` or `SlotFailure` per sampling chunk, and failures of other chunks.
 
     Attributes:
         sampled: tokens, in the order of the plan's chunks.
         failures: sequences that must end with `Failed`.
+        prompt_logprobs: of the chunks of prompts that asked for them.
     """
 
     sampled: tuple[SampledToken, ...]
     failures: tuple[SlotFailure, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -6,7 +6,9 @@ Owns the sequences, their slots and, through the block manager, their pages; no 
 Policy:
     * Sequences are totally ordered by (priority, arrival). Running ones go first, then waiting ones are admitted in order.
     * A step has a budget of tokens. Every sequence with a single token to compute gets it; the rest goes, in order, to
-      prompts in chunks. As the budget is at least the number of slots, the first sequence always gets a token.
+      prompts in chunks. A prompt leaves half of what it finds to those behind it that want it, running or about to be
+      admitted, so that a long prompt slows a short one down but never makes it wait for its end. As the budget is at least
+      the number of slots, the first sequence always gets a token.
     * A sequence is admitted when the cache has room for all its known tokens, but holds only the pages of the chunks that
       were planned. When a running sequence finds no page, the last running one is preempted: its pages go back (full ones
       stay findable), and it waits again at the head of its priority, because it keeps its arrival. A sequence that is itself
@@ -54,6 +56,12 @@ class _Draft:
     new_sequences: list[NewSequence] = field(default_factory=list)
     decodes: list[Chunk] = field(default_factory=list)  # single-token chunks
     prefills: list[Chunk] = field(default_factory=list)
+
+    def take(self, num_wanted: int, num_wanted_behind: int) -> int:
+        """Tokens for a prompt: what is left, but for what those behind it want, of which at most half is kept for them."""
+        num_tokens = min(num_wanted, self.num_tokens_left - min(num_wanted_behind, self.num_tokens_left // 2))
+        self.num_tokens_left -= num_tokens
+        return num_tokens
 
 
 @dataclass(slots=True)
@@ -167,12 +175,14 @@ class Scheduler:
         """Plan the running sequences in order; False when one has to pause, and nobody may overtake it."""
         running = list(self._running)
         wanted = [seq.num_uncomputed_tokens for seq in running]
-        draft.num_tokens_left -= wanted.count(1)
+        num_singles = wanted.count(1)
+        draft.num_tokens_left -= num_singles
+        num_behind = sum(wanted) - num_singles + self._num_tokens_awaiting_admission()
         for seq, num_wanted in zip(running, wanted, strict=True):
             num_tokens = num_wanted
             if num_wanted > 1:
-                num_tokens = min(num_wanted, draft.num_tokens_left)
-                draft.num_tokens_left -= num_tokens
+                num_behind -= num_wanted
+                num_tokens = draft.take(num_wanted, num_behind)
             if not num_tokens:
                 continue
             if seq.slot is None:
@@ -181,6 +191,17 @@ class Scheduler:
                 return False
             self._advance(seq, num_tokens, len(seq.page_ids), draft)
         return True
+
+    def _num_tokens_awaiting_admission(self) -> int:
+        """Tokens that waiting sequences would compute if they were admitted now, as far as it matters to a budget."""
+        if not self._waiting or self._blocked == (self._waiting[0].arrival, self._blocks.num_releases):
+            return 0
+        num_tokens = 0
+        for seq in self._waiting[: self._slots.num_free]:
+            num_tokens += seq.num_uncomputed_tokens
+            if num_tokens >= self.config.max_num_batched_tokens:
+                break
+        return num_tokens
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
         """Preempt from the end of the order until the next tokens of `seq` find their pages."""
@@ -206,7 +227,7 @@ class Scheduler:
                 return
             # At least one token stays to be computed: without it there is nothing to sample from.
             num_reusable = (seq.num_tokens - 1) // self.config.page_size
-            prefix = self._blocks.lookup(seq.hasher.hashes[:num_reusable]) if seq.hasher else []
+            prefix = self._blocks.lookup(seq.hasher.hashes[:num_reusable]) if seq.hasher and seq.reads_prefix_cache else []
             if not self._blocks.can_allocate(self._num_pages(seq.num_tokens) - len(prefix), prefix):
                 self._blocked = (seq.arrival, self._blocks.num_releases)
                 return
@@ -222,15 +243,14 @@ class Scheduler:
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
             self._totals.prompt_tokens += seq.num_prompt_tokens
-            self._totals.prefix_query_tokens += seq.num_prompt_tokens if seq.hasher else 0
+            self._totals.prefix_query_tokens += seq.num_prompt_tokens if seq.reads_prefix_cache else 0
             self._totals.prefix_hit_tokens += seq.num_cached_tokens
         slot = seq.slot = self._slots.take(seq)
         insort(self._running, seq)
         draft.new_sequences.append(
             NewSequence(slot, seq.request_id, list(seq.token_ids), seq.num_prompt_tokens, seq.sampling, seq.media)
         )
-        num_tokens = min(seq.num_uncomputed_tokens, draft.num_tokens_left)
-        draft.num_tokens_left -= num_tokens
+        num_tokens = draft.take(seq.num_uncomputed_tokens, self._num_tokens_awaiting_admission())
         self._advance(seq, num_tokens, 0, draft)
 
     def _advance(self, seq: Sequence, num_tokens: int, num_known_pages: int, draft: _Draft) -> None:
@@ -255,6 +275,7 @@ class Scheduler:
         """
         sampled = {token.slot: token for token in result.sampled}
         failures = {failure.slot: failure for failure in result.failures}
+        prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
         events: list[RequestEvent] = []
         for chunk, seq in self._land(plan):
             failure = failures.get(chunk.slot)
@@ -267,6 +288,8 @@ class Scheduler:
                 events.append(self._end(seq, Failed(seq.request_id, FailureKind.INTERNAL, "No token was sampled.")))
             else:
                 self._register(seq, chunk.start + chunk.num_tokens)
+                if chunk.slot in prompt_logprobs:
+                    seq.take_prompt_logprobs(prompt_logprobs[chunk.slot])
                 if token is not None:
                     events += self._append(seq, token)
         return events
@@ -310,7 +333,8 @@ class Scheduler:
         seq.token_ids.append(token.token_id)
         self._totals.generation_tokens += 1
         logprobs = [] if token.logprobs is None else [token.logprobs]
-        events: list[RequestEvent] = [Tokens(seq.request_id, [token.token_id], logprobs)]
+        events: list[RequestEvent] = [Tokens(seq.request_id, [token.token_id], logprobs, seq.prompt_logprobs)]
+        seq.prompt_logprobs = []
         reason = seq.finish_reason()
         if reason is not None:
             events.append(self._finish(seq, reason))

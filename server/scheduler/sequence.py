@@ -14,7 +14,8 @@ There is no prefill and no decode: each step lets `num_computed_tokens` catch up
 from dataclasses import dataclass, field
 
 from server.kvcache.prefix import PrefixHasher
-from server.messages import FinishReason, MediaItem, SamplingParams
+from server.messages import FinishReason, MediaItem, SamplingParams, TokenLogprobs
+from server.scheduler.plan import PromptLogprobs
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +35,7 @@ class Sequence:
         num_cached_tokens: prompt tokens found in the cache at the first admission; None before it.
         num_steps_in_flight: planned steps that still write its pages; nothing it holds may be given back before.
         num_tokens_in_flight: tokens that these steps sample.
+        prompt_logprobs: of the prompt's tokens from the second one on, as far as computed; emptied when they went out.
         has_ended: the terminal event is out.
     """
 
@@ -52,6 +54,7 @@ class Sequence:
     num_cached_tokens: int | None = None
     num_steps_in_flight: int = 0
     num_tokens_in_flight: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     has_ended: bool = False
 
     def __lt__(self, other: "Sequence") -> bool:
@@ -62,6 +65,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens that exist, whether or not their values have come back."""
         return len(self.token_ids) + self.num_tokens_in_flight
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether pages that others computed may stand for its own: not while it needs the logits of its prompt."""
+        return self.hasher is not None and (self.sampling.num_prompt_logprobs is None or self.num_output_tokens > 0)
 
     @property
     def num_output_tokens(self) -> int:
@@ -75,6 +83,12 @@ class Sequence:
         if num_tokens - self.num_prompt_tokens >= self.sampling.max_tokens:
             return 0
         return num_tokens - self.num_computed_tokens
+
+    def take_prompt_logprobs(self, entry: PromptLogprobs) -> None:
+        """Keep what is new; a prompt computed again after a preemption brings what is known or went out already."""
+        num_known = len(self.prompt_logprobs)
+        if not self.num_output_tokens and entry.start + len(entry.logprobs) > num_known + 1:
+            self.prompt_logprobs += entry.logprobs[num_known + 1 - entry.start :]
 
     def finish_reason(self) -> FinishReason | None:
         """Whether the last token of `token_ids` ends the sequence, and why.

@@ -9,6 +9,7 @@ import torch
 from server.kvcache.pools import CachePools
 from server.messages import Failed, Finished, RequestEvent, SlabRef, Submit, Tokens
 from server.model.config import cache_spec
+from server.model.grammar import GrammarCompiler
 from server.model.m3 import M3Model
 from server.model.runner import ModelRunner
 from server.scheduler.config import SchedulerConfig
@@ -46,6 +47,7 @@ class Server:
         num_pages: int = 128,
         enable_prefix_caching: bool = False,
         pixels: Pixels | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         spec = cache_spec(model.config, torch.float32)
         config = SchedulerConfig(
@@ -67,6 +69,7 @@ class Server:
             vocab_size=model.config.text.vocab_size,
             read_pixels=(pixels or Pixels()).read,
             base_seed=1,
+            grammars=grammars,
             poison_pages=True,
         )
         self.events: dict[str, list[RequestEvent]] = {}

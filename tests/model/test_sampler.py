@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from server.messages import SamplingParams
-from server.model.sampler import Sampler, SamplingRow
+from server.model.sampler import Sampler
+from server.model.sampling_slot import SamplingRow
 from server.scheduler.plan import NewSequence
 
 VOCAB = 50
