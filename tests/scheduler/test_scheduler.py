@@ -45,6 +45,29 @@ def test_a_decode_behind_a_long_prompt_in_order_still_runs() -> None:
     assert chunk_lens(driver) == [1, 3]
 
 
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
+    driver = Driver(small_config(num_pages=32, budget=8))
+    driver.add(request("long", range(60), 2))
+    driver.step()
+    assert chunk_lens(driver) == [8]
+    driver.add(request("short", range(3), 4), request("other", range(6), 4))
+    driver.step()
+    assert chunk_lens(driver) == [4, 2, 2]  # each leaves half of what it finds, and no more, to those behind it
+    driver.drain()
+    chunks = [sorted(chunk.num_tokens for chunk in plan.chunks) for plan in driver.plans]
+    assert [1, 1, 6] in chunks  # what nobody behind wants goes to the first
+    driver.drain()
+    driver.check_outputs()
+
+
+def test_a_prompt_that_finds_no_room_keeps_no_budget_from_others() -> None:
+    driver = Driver(small_config(num_pages=8, budget=8))
+    driver.add(request("a", range(24), 2), request("b", range(29), 2))
+    driver.step()
+    driver.step()
+    assert [chunk_lens(driver, step) for step in range(2)] == [[4], [8]]
+
+
 def test_a_sequence_is_described_once_and_its_slot_is_released_once() -> None:
     driver = Driver(small_config())
     driver.add(request("a", [1, 2, 3], 3), request("b", [4], 1))
@@ -355,7 +378,7 @@ class TestPreemption:
         driver.check_outputs()
 
     def test_the_last_in_order_pauses_with_its_pages_and_nobody_overtakes_it(self) -> None:
-        driver = Driver(small_config(num_pages=6, budget=16))
+        driver = Driver(small_config(num_pages=6, budget=32))
         driver.add(request("old", range(9), 4), request("new", range(20, 32), 8))
         driver.step()
         driver.add(request("tiny", [1], 1))
