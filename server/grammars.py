@@ -31,12 +31,13 @@ class GrammarTokenizer:
     tokens. A Lark grammar reaches an added token by its id, `<[1358]>`.
     """
 
-    def __init__(self, model_dir: Path, vocab_size: int) -> None:
+    def __init__(self, model_dir: Path, vocab_size: int, *, max_lexer_states: int = MAX_LEXER_STATES) -> None:
         """Read tokenizer.json; takes about a second for 200,000 tokens.
 
         Args:
             model_dir: the checkpoint.
             vocab_size: width of the logits; ids without a token are never allowed.
+            max_lexer_states: per grammar; an output that needs more cannot go on.
 
         Raises:
             GrammarError: tokenizer.json is missing or cannot be used.
@@ -52,7 +53,7 @@ class GrammarTokenizer:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise GrammarError(f"the checkpoint's tokenizer cannot be used for grammars: {error}") from error
         self.vocab_size = vocab_size
-        self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(max_lexer_states=max_lexer_states, verbose_errors=False)
 
     def compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         """A matcher at the grammar's beginning, to be copied for each sequence. The interpreter lock is free meanwhile.
