@@ -151,8 +151,8 @@ class ToolSchemas:
 
 def _combine(nodes: list[JsonObject]) -> Shape:
     """One shape of all alternatives."""
-    kinds = dict.fromkeys(kind for node in nodes for kind in _kinds(node))
-    constants = [value for node in nodes if "type" not in node for value in _members(node) if not isinstance(value, str)]
+    kinds = dict.fromkeys(kind for node in nodes for kind in kinds_of(node))
+    constants = [value for node in nodes if "type" not in node for value in members_of(node) if not isinstance(value, str)]
     properties: dict[str, list[JsonValue]] = {}
     for node in nodes:
         if isinstance(declared := node.get("properties"), dict):
@@ -169,7 +169,7 @@ def _combine(nodes: list[JsonObject]) -> Shape:
     )
 
 
-def _kinds(node: JsonObject) -> list[Kind]:
+def kinds_of(node: JsonObject) -> list[Kind]:
     """The types that one schema names itself or implies by its other keywords."""
     named = node.get("type")
     names = named if isinstance(named, list) else [named]
@@ -179,11 +179,11 @@ def _kinds(node: JsonObject) -> list[Kind]:
             kinds.append(Kind.OBJECT)
         if "items" in node or isinstance(node.get("prefixItems"), list):
             kinds.append(Kind.ARRAY)
-        kinds.extend(_kind_of(value) for value in _members(node))
+        kinds.extend(_kind_of(value) for value in members_of(node))
     return [*kinds, Kind.NULL] if node.get("nullable") is True else kinds
 
 
-def _members(node: JsonObject) -> list[JsonValue]:
+def members_of(node: JsonObject) -> list[JsonValue]:
     """The values that a schema lists."""
     if "const" in node:
         return [node["const"]]

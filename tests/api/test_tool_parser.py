@@ -1,18 +1,21 @@
 import itertools
 import json
 import random
+import re
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.api.reasoning import num_held_back
 from server.api.reply_events import ContentDelta, ToolArgumentsDelta, ToolCallEnd, ToolCallStart
 from server.api.tool_parser import ToolCallParser
 from server.api.tool_schema import ToolFunction, ToolSchemas
-from tests.api.tool_replies import NS, REPLIES, TOOLS, arguments_match
+from tests.api.tool_replies import CANONICAL, NS, REPLIES, TOOLS, arguments_match
 
 SCHEMAS = ToolSchemas(TOOLS)
+REPEATED = re.compile(r"<x>1(?!.*<y>)")  # a value that may still become a list
 IDS = [reply.name for reply in REPLIES]
 
 
@@ -139,6 +142,26 @@ def test_a_string_goes_out_as_it_grows():
     assert parser.push("\n") == [ToolArgumentsDelta(0, "]\\n")]
     assert parser.push(f"{NS}</content>") == [ToolArgumentsDelta(0, '"')]
     assert parser.push(f"{NS}</invoke>") == [ToolArgumentsDelta(0, "}"), ToolCallEnd(0)]
+
+
+def test_a_long_string_arrives_in_as_many_fragments_as_it_came():
+    pieces = ['line \\ of "code"\n'] * 1000
+    parser = ToolCallParser(SCHEMAS)
+    parser.push(f'{NS}<tool_call>\n{NS}<invoke name="save">{NS}<content>')
+    assert all(parser.push(piece) for piece in pieces)
+    events = parse([f'{NS}<invoke name="save">{NS}<content>', *pieces, f"{NS}</content>{NS}</invoke>"])
+    _, calls, _ = meaning(events)
+    assert json.loads(calls[0][1]) == {"content": "".join(pieces)}
+
+
+@pytest.mark.parametrize("reply", CANONICAL, ids=[reply.name for reply in CANONICAL])
+def test_what_the_token_limit_cuts_off_is_missing_and_nothing_else(reply):
+    _, whole, _ = meaning(parse([reply.text]))
+    for at in range(len(reply.text)):
+        if not REPEATED.search(reply.text[:at]) and not num_held_back(reply.text[:at], NS):
+            _, calls, _ = meaning(parse([reply.text[:at]], truncated=True))
+            for (_, arguments), (_, expected) in zip(calls, whole, strict=False):
+                assert expected.startswith(arguments)
 
 
 def test_other_scalars_go_out_at_their_closing_tag():

@@ -150,6 +150,11 @@ def test_a_recursive_schema_types_every_level():
     }
 
 
+def test_parameters_that_are_a_reference_have_its_members():
+    index = SchemaIndex({"$ref": "#/$defs/p", "$defs": {"p": {"type": "object", "properties": {"n": INTEGER}}}})
+    assert index.member(index.root, "n").kinds == (Kind.INTEGER,)
+
+
 def test_a_deep_composition_does_not_exhaust_the_stack():
     schema = INTEGER
     for _ in range(5000):
