@@ -1,9 +1,9 @@
 """Block selections for benchmarks: "rand" independent per query, "corr" overlapping between neighbours as real ones do.
 
 corr: every block's score is a stationary Gaussian walk along the queries, s' = r s + sqrt(1 - r^2) noise, and a query takes its
-own block and the best scored earlier ones. `r` is set so that the union of the selections of 8 neighbouring queries has the size
-published for the tile trial on an H200: 19.5 blocks at 32k and 22.5 at 128k (the model then also gives the 19.7 published for 4
-neighbours at 128k). 8k keeps the value of 32k, and 512k that of 128k.
+own block and the best scored earlier ones. `r` is set so that the union of the selections of 8 neighbouring queries has the
+size published for a tile trial on an H200: 19.5 blocks at 32k and 22.5 at 128k (the model then also gives the 19.7 published
+for 4 neighbours at 128k). 8k keeps the value of 32k, and 512k that of 128k.
 """
 
 import math

@@ -9,7 +9,7 @@ import torch
 HBM_BYTES_PER_S = 4.3e12  # measured copy rate of an H200, read + written
 BF16_FLOPS_PER_S = 790e12  # measured rate of a large bf16 product on an H200
 _FLUSH_BYTES = 256 << 20  # several times the L2
-_HEAD_START_CYCLES = 1_000_000  # about half a millisecond in which the host enqueues, so that its launch time does not count
+_HEAD_START_CYCLES = 3_000_000  # about 1.6 milliseconds in which the host enqueues, so that its launch time does not count
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ def limit_us(num_bytes: float, flops: float) -> float:
     return max(num_bytes / HBM_BYTES_PER_S, flops / BF16_FLOPS_PER_S) * 1e6
 
 
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def _summary(samples_us: list[float]) -> Timing:
     ordered = sorted(samples_us)
     tenth = len(ordered) // 10
@@ -39,20 +43,20 @@ def time_events(call: Callable[[], object], *, repeats: int = 20, budget_s: floa
     torch.cuda.synchronize()
     samples: list[float] = []
     while len(samples) < repeats and (len(samples) < 5 or sum(samples) < budget_s * 1e6):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+        start, end = _event(), _event()
+        torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
         flush.zero_()
-        start.record()  # type: ignore[no-untyped-call]
+        start.record()
         call()
-        end.record()  # type: ignore[no-untyped-call]
+        end.record()
         torch.cuda.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3)  # type: ignore[no-untyped-call]
+        samples.append(start.elapsed_time(end) * 1e3)
     return _summary(samples)
 
 
 def time_graph(calls: Sequence[Callable[[], object]], *, replays: int = 20) -> Timing:
     """Time one call of a CUDA graph that runs all `calls`, each on its own inputs so that none finds its data in L2."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for call in calls:
             call()
@@ -65,10 +69,10 @@ def time_graph(calls: Sequence[Callable[[], object]], *, replays: int = 20) -> T
     torch.cuda.synchronize()
     samples: list[float] = []
     for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()  # type: ignore[no-untyped-call]
+        start, end = _event(), _event()
+        start.record()
         graph.replay()
-        end.record()  # type: ignore[no-untyped-call]
+        end.record()
         torch.cuda.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3 / len(calls))  # type: ignore[no-untyped-call]
+        samples.append(start.elapsed_time(end) * 1e3 / len(calls))
     return _summary(samples)

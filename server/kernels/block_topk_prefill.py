@@ -7,6 +7,9 @@ are never more forced blocks than k, the groups that the free slots need still f
 Scores are ranked as 64-bit integers: the fp32 bits in an order-preserving form, then the inverted id.
 """
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,6 +18,7 @@ from server.kernels.attention_batch import AttentionBatch
 from server.kernels.index_score_prefill import GROUP
 
 _MAX_DIRECT = 256  # rows up to this many blocks are ranked at once
+_GROUP_WIDTHS = (64, 256, 512, 1024)  # few, because each width is a compilation of several seconds
 
 
 @triton.jit
@@ -35,7 +39,10 @@ def key_index(key):
     return tl.where(key == -0x7FFFFFFFFFFFFFFF, -1, index)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_tokens", "max_blocks", "num_groups", "stride_sh", "stride_st"],
+    do_not_specialize_on_alignment=["scores_ptr"],
+)
 def _group_max_kernel(
     scores_ptr,
     group_max_ptr,
@@ -56,7 +63,21 @@ def _group_max_kernel(
     tl.store(group_max_ptr + i_row * num_groups + o_g, tl.max(b_s, 1), mask=o_g < num_groups)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_rows",
+        "max_blocks",
+        "num_init_blocks",
+        "num_local_blocks",
+        "stride_sh",
+        "stride_st",
+        "stride_gh",
+        "stride_gt",
+        "stride_oh",
+    ],
+    do_not_specialize_on_alignment=["scores_ptr", "group_max_ptr", "positions_ptr"],
+)
 def _select_kernel(
     scores_ptr,
     group_max_ptr,
@@ -124,13 +145,13 @@ def select_blocks(
     """
     num_heads, num_tokens, max_blocks = scores.shape
     topk_pad = triton.next_power_of_2(topk)
-    block_n = max(topk_pad, triton.next_power_of_2(max_blocks))
+    block_n = 64 if max_blocks <= 64 else _MAX_DIRECT
     block_g = 0
-    if block_n > _MAX_DIRECT:
+    if max_blocks > _MAX_DIRECT:
         assert group_max is not None
-        block_g = max(topk_pad, triton.next_power_of_2(group_max.shape[2]))
+        block_g = next(width for width in _GROUP_WIDTHS if width >= group_max.shape[2])
     groups = scores if group_max is None else group_max
-    rows = 4 if block_g <= 128 else 2
+    rows = 2
     num_rows = num_heads * num_tokens
     _select_kernel[(triton.cdiv(num_rows, rows),)](
         scores,
@@ -155,7 +176,7 @@ def select_blocks(
         BLOCK_G=block_g,
         BLOCK_N=block_n,
         ROWS=rows,
-        num_warps=2,
+        num_warps=1,
     )
 
 

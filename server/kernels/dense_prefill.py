@@ -1,5 +1,8 @@
 """Dense causal attention of prefill chunks over a paged sequence: query heads of a KV head stacked as rows, page by page."""
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,7 +14,10 @@ from server.kernels.sparse_prefill import LOG2_E, attend_own_page, attend_page, 
 _ROWS = 128
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_seqs", "stride_pb"],
+    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr", "page_table_ptr"],
+)
 def _dense_kernel(
     q_ptr,
     kv_ptr,
@@ -40,9 +46,7 @@ def _dense_kernel(
     ROWS: tl.constexpr = TILE * G
     i_h = tl.program_id(0).to(tl.int64)
     i_tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    i_seq, first, begin, end, token_shift = locate_query_tile(
-        query_start_ptr, seq_lens_ptr, num_seqs, i_tile, TILE, BLOCK_B
-    )
+    i_seq, first, begin, end, token_shift = locate_query_tile(query_start_ptr, seq_lens_ptr, num_seqs, i_tile, TILE, BLOCK_B)
     if end == 0:
         return
     o_r = tl.arange(0, ROWS)

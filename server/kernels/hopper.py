@@ -5,7 +5,8 @@ shared-memory stages, and groups of four warps consume it at their own pace, so 
 another's matrix products. They need compute capability 9.0 and have portable counterparts in plain Triton.
 """
 
-import torch
+from functools import cache
+
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -14,10 +15,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
+@cache
+def _tile_layout(num_rows: int, dim: int) -> gl.NVMMASharedLayout:
+    """Layout of a tile of 16-bit values in shared memory; only their width matters."""
+    return gl.NVMMASharedLayout.get_default_for([num_rows, dim], gl.bfloat16)
+
+
 def row_descriptor(lane: Tensor, num_rows: int) -> TensorDescriptor:
     """Copy descriptor of a contiguous lane seen as rows of its last dimension, in boxes of `num_rows` whole rows."""
     dim = lane.shape[-1]
-    block = [num_rows, dim]
-    dtype = gl.bfloat16 if lane.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(lane, [lane.numel() // dim, dim], [dim, 1], block, layout)
+    return TensorDescriptor(lane, [lane.numel() // dim, dim], [dim, 1], [num_rows, dim], _tile_layout(num_rows, dim))

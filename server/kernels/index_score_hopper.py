@@ -1,7 +1,10 @@
-"""Block scores on Hopper: one copy warp, and two groups of four warps with 128 (query, head) rows each.
+"""Block scores on Hopper: one copy warp, and two groups of four warps with up to 128 (query, head) rows each.
 
 The groups run independently: while one takes the maximum over a page's 128 columns, the other's matrix product runs.
 """
+
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
 import triton
@@ -17,11 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from server.kernels.attention_batch import AttentionBatch
 from server.kernels.hopper import copy_tile, row_descriptor
-from server.kernels.query_tiles import num_query_tiles, tile_records
+from server.kernels.query_tiles import num_query_tiles, query_tile, tile_records
 
 _STAGES = 4
 _GROUP = 16
-_MIN_BLOCKS_PER_PROGRAM = 16
+_MAX_BLOCKS = 256
 
 
 @gluon.jit
@@ -85,7 +88,10 @@ def _score_rows(
                 b_group = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=["max_blocks", "blocks_per_split", "stride_oh", "stride_ot", "stride_gh", "stride_gt", "stride_pb"],
+    do_not_specialize_on_alignment=["out_ptr", "group_ptr", "page_table_ptr"],
+)
 def _score_hopper_kernel(
     q_ptr, k_desc, out_ptr, group_ptr, records_ptr, page_table_ptr, max_blocks, blocks_per_split,
     stride_qt, stride_qh, stride_oh, stride_ot, stride_gh, stride_gt, stride_pb,
@@ -151,14 +157,15 @@ def _score_hopper_kernel(
 def score_blocks_hopper(
     index_q: Tensor, index_lane: Tensor, batch: AttentionBatch, out: Tensor, group_max: Tensor | None, *, fill: bool
 ) -> None:
-    """As `score_blocks`, for a contiguous lane of 128-token pages, dim 128 and 256 (query, head) rows per tile."""
+    """As `score_blocks`, for a contiguous lane of 128-token pages, dim 128 and 128 or 256 (query, head) rows per tile."""
     num_heads, index_dim = index_q.shape[1], index_q.shape[2]
     page_size = batch.page_size
-    tile = 256 // num_heads
+    tile = query_tile(num_heads, page_size)
     num_tiles = num_query_tiles(batch, tile)
     max_blocks = out.shape[2]
     groups = out if group_max is None else group_max
-    length = _blocks_per_program(num_tiles, max_blocks, index_q.device)
+    processors = torch.cuda.get_device_properties(index_q.device).multi_processor_count
+    length = blocks_per_program(num_tiles, max_blocks, index_q.shape[0] / batch.max_seq_len, processors)
     _score_hopper_kernel[(num_tiles, triton.cdiv(max_blocks, length))](
         index_q,
         row_descriptor(index_lane, page_size),
@@ -178,7 +185,7 @@ def score_blocks_hopper(
         HEADS=num_heads,
         D=index_dim,
         PAGE=page_size,
-        ROWS=128,
+        ROWS=tile * num_heads // 2,
         STAGES=_STAGES,
         GROUP=_GROUP,
         FILL=fill,
@@ -187,8 +194,12 @@ def score_blocks_hopper(
     )
 
 
-def _blocks_per_program(num_tiles: int, max_blocks: int, device: torch.device) -> int:
-    """Blocks per program, a multiple of the group: about 64, fewer where that leaves multiprocessors idle."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    length = min(64, triton.cdiv(num_tiles * max_blocks, processors))
-    return max(_MIN_BLOCKS_PER_PROGRAM, triton.cdiv(length, _GROUP) * _GROUP)
+def blocks_per_program(num_tiles: int, max_blocks: int, chunk_share: float, processors: int) -> int:
+    """Blocks per program, a multiple of the group: one even wave where the tiles alone would leave multiprocessors idle.
+
+    When the chunk is a large share of the context, tiles differ much in length, and shorter programs even them out.
+    """
+    length = num_tiles * max_blocks // processors
+    if chunk_share > 0.5:
+        length //= 4
+    return min(_MAX_BLOCKS, max(_GROUP, length // _GROUP * _GROUP))

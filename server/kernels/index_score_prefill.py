@@ -4,20 +4,34 @@ The rows of a program's tile are (query, head) pairs, so a key page is loaded on
 axis is split over programs to fill the device when a chunk is short.
 """
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
-from server.kernels.query_tiles import locate_query_tile, num_query_tiles, padded_num_seqs, uses_hopper_kernels
+from server.kernels.query_tiles import locate_query_tile, num_query_tiles, padded_num_seqs, query_tile, uses_hopper_kernels
 
 GROUP = 16  # blocks whose largest score is also reported, for the two-level top-k
-_MAX_ROWS = 256
 _TARGET_PROGRAMS = 1056  # eight waves of 132 multiprocessors: the last, partly filled one costs little
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs",
+        "max_blocks",
+        "blocks_per_split",
+        "stride_oh",
+        "stride_ot",
+        "stride_gh",
+        "stride_gt",
+        "stride_pb",
+    ],
+    do_not_specialize_on_alignment=["out_ptr", "group_max_ptr", "query_start_ptr", "seq_lens_ptr", "page_table_ptr"],
+)
 def _score_kernel(
     q_ptr,
     k_ptr,
@@ -98,11 +112,6 @@ def _score_kernel(
             tl.store(p_out + i_block, tl.full([ROWS], float("-inf"), tl.float32), mask=m_r)
 
 
-def query_tile(num_heads: int, page_size: int) -> int:
-    """Queries per tile: a power of two that divides the page and keeps (query, head) rows within a tile's bound."""
-    return max(1, min(page_size, _MAX_ROWS // num_heads))
-
-
 def blocks_per_split(num_tiles: int, max_blocks: int) -> int:
     """Length of the page axis of one program, a multiple of the group: long enough to amortise the query load."""
     splits = max(1, triton.cdiv(_TARGET_PROGRAMS, max(1, num_tiles)))
@@ -128,8 +137,8 @@ def score_blocks(
     num_tiles = num_query_tiles(batch, tile)
     max_blocks = out.shape[2]
     groups = out if group_max is None else group_max
-    geometry = (index_dim, batch.page_size, tile * num_heads)
-    if geometry == (128, 128, 256) and index_lane.is_contiguous() and uses_hopper_kernels(index_q):
+    geometry = (index_dim, batch.page_size)
+    if geometry == (128, 128) and tile * num_heads >= 128 and index_lane.is_contiguous() and uses_hopper_kernels(index_q):
         from server.kernels.index_score_hopper import score_blocks_hopper
 
         score_blocks_hopper(index_q, index_lane, batch, out, group_max, fill=fill)

@@ -1,5 +1,8 @@
 """The selection of a prefill chunk: the scorer reports group maxima, so that ranking reads a sixteenth of the scores."""
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +13,7 @@ from server.kernels.block_topk_prefill import select_blocks
 from server.kernels.index_score_prefill import GROUP, score_blocks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "stride_oh"], do_not_specialize_on_alignment=["positions_ptr"])
 def _identity_kernel(positions_ptr, out_ptr, num_tokens, stride_oh, stride_ot, PAGE: tl.constexpr, TOPK: tl.constexpr,
                      TOPK_PAD: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     o_t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -9,6 +9,9 @@ The tile's own page comes first and is causally masked. Partial results that pag
 through the same ring as K tiles do and are merged at the end.
 """
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -53,7 +56,7 @@ def _copy_masked_values(kv_ptr, row, num_written, v_buf, PAGE: gl.constexpr, D: 
     for n in gl.static_range(0, PAGE, STEP):
         p_v = kv_ptr + (row.to(gl.int64) + n + o_n)[:, None] * D + o_d[None, :]
         v_buf.slice(n, STEP).store(gl.load(p_v, mask=(n + o_n < num_written)[:, None], other=0.0))
-    fence_async_shared()
+        fence_async_shared()  # also keeps the compiler from loading all pieces at once, for which a copy warp lacks registers
 
 
 @gluon.jit
@@ -228,7 +231,10 @@ def _attend_rows(
             gl.store(p_out, q_buf.load(load_layout), mask=m_row[:, None])
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=["num_work", "num_tiles", "num_tokens", "stride_pb"],
+    do_not_specialize_on_alignment=["lse_ptr", "num_leftovers_ptr", "page_table_ptr", "list_pages_ptr", "list_members_ptr"],
+)
 def _page_attention_kernel(
     q_ptr, kv_desc, left_desc, kv_ptr, out_ptr, lse_ptr, num_leftovers_ptr, records_ptr, page_table_ptr, list_pages_ptr,
     list_members_ptr, num_work, num_tiles, num_heads, num_tokens, scale_log2,

@@ -5,6 +5,9 @@ heads = 64 rows; the queries of a group's next tile are on their way into regist
 across units.
 """
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,8 +27,8 @@ _GROUP = 16
 
 @gluon.jit
 def _copy_units(kv_desc, k_bufs, v_bufs, ready, empty, unit_page_ptr, num_units, num_pages, num_heads, PAGE: gl.constexpr):
-    i = 0
     for i_unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
+        i = i_unit // gl.num_programs(0)
         key = gl.load(unit_page_ptr + i_unit)
         row = ((key % num_pages) * num_heads + key // num_pages) * (2 * PAGE)
         stage = i % 2
@@ -33,7 +36,6 @@ def _copy_units(kv_desc, k_bufs, v_bufs, ready, empty, unit_page_ptr, num_units,
         mbarrier.expect(ready.index(stage), 2 * kv_desc.block_type.nbytes)
         copy_tile(kv_desc, [row, 0], ready.index(stage), k_bufs.index(stage))
         copy_tile(kv_desc, [row + PAGE, 0], ready.index(stage), v_bufs.index(stage))
-        i += 1
 
 
 @gluon.jit
@@ -117,7 +119,7 @@ def _attend_units(
         i += 1
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_pages", "num_tokens"])
 def _page_major_hopper_kernel(
     q_ptr, kv_desc, partial_ptr, lse_ptr, leftovers_ptr, unit_page_ptr, unit_begin_ptr, unit_len_ptr, totals_ptr, num_pages,
     num_heads, num_tokens, scale_log2, stride_qt, stride_qh,

@@ -3,13 +3,21 @@
 A tile is `TILE` consecutive absolute positions of one sequence, aligned to multiples of `TILE`, so a tile never crosses a page
 (`TILE` divides the page size) and all its queries share one own block. The number of tiles depends on device values; the grid
 uses the host-side bound `num_query_tiles`, and programs past the last tile find themselves outside every sequence.
+
+Sizes that change from step to step are never compiled into a kernel (`do_not_specialize`), and widths that must be constants
+come in few steps: a server must not stop to compile because a batch has a new shape.
 """
+
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
 import triton
 import triton.language as tl
 
 from server.kernels.attention_batch import AttentionBatch
+
+_MAX_ROWS = 256
 
 
 def num_query_tiles(batch: AttentionBatch, tile: int) -> int:
@@ -19,9 +27,17 @@ def num_query_tiles(batch: AttentionBatch, tile: int) -> int:
     return min(num_tokens, num_tokens // tile + 2 * num_seqs)
 
 
+def query_tile(num_heads: int, page_size: int) -> int:
+    """Queries per tile when all `num_heads` heads of a query are rows of it: at most 256 rows and a page of queries."""
+    return max(1, min(page_size, _MAX_ROWS // num_heads))
+
+
 def padded_num_seqs(batch: AttentionBatch) -> int:
-    """Number of sequences rounded up to a power of two: the compile-time width of `locate_query_tile`'s scan."""
-    return int(triton.next_power_of_2(batch.seq_lens.shape[0]))
+    """Width of `locate_query_tile`'s scan, a compile-time constant: 16, 64, 256, ... sequences."""
+    width = 16
+    while width < batch.seq_lens.shape[0]:
+        width *= 4
+    return width
 
 
 @triton.jit
@@ -61,7 +77,10 @@ def store_tile_record(record_ptr, first, begin, end, token_shift, own_page, num_
     tl.store(record_ptr + 7, i_seq)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_seqs", "stride_pb"],
+    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr", "page_table_ptr"],
+)
 def _record_kernel(
     query_start_ptr,
     seq_lens_ptr,
@@ -74,9 +93,7 @@ def _record_kernel(
     BLOCK_B: tl.constexpr,
 ):
     i_tile = tl.program_id(0)
-    i_seq, first, begin, end, token_shift = locate_query_tile(
-        query_start_ptr, seq_lens_ptr, num_seqs, i_tile, TILE, BLOCK_B
-    )
+    i_seq, first, begin, end, token_shift = locate_query_tile(query_start_ptr, seq_lens_ptr, num_seqs, i_tile, TILE, BLOCK_B)
     own = first // PAGE
     own_page = tl.load(page_table_ptr + i_seq.to(tl.int64) * stride_pb + own)
     store_tile_record(records_ptr + i_tile * 8, first, begin, end, token_shift, own_page, own, 0, i_seq)

@@ -1,14 +1,17 @@
 """Work lists of sparse prefill attention, built on the device from a selection.
 
-Queries are cut into tiles of `TILE` neighbours. A block that at least `min_members` of a tile's queries chose goes to the tile's
-list (tile-major work: the page is read once per tile and queries that did not choose it are masked). Every other choice is a
-leftover and is served page-major: leftovers of all tiles are sorted by (KV head, page), so a page is read once for all of them.
+Queries are cut into tiles of `TILE` neighbours. A block that at least `min_members` of a tile's queries chose goes to the
+tile's list (tile-major work: the page is read once per tile and queries that did not choose it are masked). Every other choice
+is a leftover and is served page-major: leftovers of all tiles are sorted by (KV head, page), and a page is read once for them.
 Neighbouring queries that agree give long lists and few leftovers, independent ones the opposite; no host decision is needed.
 
 The own block never counts as a choice: the tile kernel always attends to it, and it alone needs a causal mask.
 Slots in the sorted order are handed out by atomics; results do not depend on them, because every leftover has its own place in
 the partial results.
 """
+
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from dataclasses import dataclass
 
@@ -21,6 +24,7 @@ from server.kernels.attention_batch import AttentionBatch
 from server.kernels.query_tiles import locate_query_tile, num_query_tiles, padded_num_seqs, store_tile_record
 
 UNIT = 64  # leftovers of one page that one unit of page-major work serves
+_NUM_TOTALS = 4  # two, padded so that the page counts behind them are aligned
 _KEYS_PER_PROGRAM = 1024
 _CHOICES_PER_PROGRAM = 1024
 
@@ -41,7 +45,7 @@ class SparsePlan:
         unit_page: [U] int32, KV head * P + page of every unit of page-major work.
         unit_begin: [U] int32, first of its entries in `leftovers`.
         unit_len: [U] int32, how many, <= UNIT.
-        totals: [2] int32, leftovers and units that exist.
+        totals: [2] int32, leftovers and units that exist; empty when there is no page-major work.
     """
 
     tile: int
@@ -58,7 +62,10 @@ class SparsePlan:
     totals: Tensor
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_tokens", "num_pages", "stride_sh", "stride_pb"],
+    do_not_specialize_on_alignment=["selection_ptr", "query_start_ptr", "seq_lens_ptr", "page_table_ptr"],
+)
 def _list_kernel(
     selection_ptr,
     query_start_ptr,
@@ -90,9 +97,7 @@ def _list_kernel(
     i_tile, i_h = tl.program_id(0), tl.program_id(1)
     i_list = (i_tile * tl.num_programs(1) + i_h).to(tl.int64)
     p_record = records_ptr + i_list * 8
-    i_seq, first, begin, end, token_shift = locate_query_tile(
-        query_start_ptr, seq_lens_ptr, num_seqs, i_tile, TILE, BLOCK_B
-    )
+    i_seq, first, begin, end, token_shift = locate_query_tile(query_start_ptr, seq_lens_ptr, num_seqs, i_tile, TILE, BLOCK_B)
     if end == 0:
         store_tile_record(p_record, 0, 0, 0, 0, 0, 0, 0, 0)
         return
@@ -114,7 +119,7 @@ def _list_kernel(
         o_p = first + q + tl.zeros_like(o_s)
         m_s = (o_p >= begin) & (o_p < end) & (o_s < TOPK)
         b_other = tl.load(p_selection + q * stride_st + o_s, mask=m_s, other=-1)
-        chose = tl.max((b_block[:, None] == b_other[None, :]).to(tl.int32), 1)
+        chose = tl.max((b_other[:, None] == b_block[None, :]).to(tl.int32), 0)
         b_members |= chose << q
         b_count += chose
     shared = m_c & (b_count >= MIN_MEMBERS)
@@ -143,7 +148,7 @@ def _list_kernel(
     store_tile_record(p_record, first, begin, end, token_shift, own_page, num_listed, num_left, i_seq)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_keys"])
 def _unit_kernel(
     page_count_ptr,
     page_begin_ptr,
@@ -174,7 +179,7 @@ def _unit_kernel(
         tl.store(unit_len_ptr + b_unit + i, tl.minimum(UNIT, b_count - i * UNIT), mask=m_unit)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _sort_kernel(
     num_leftovers_ptr,
     leftover_page_ptr,
@@ -196,6 +201,13 @@ def _sort_kernel(
     tl.store(leftovers_ptr + b_begin + b_rank, o_left, mask=m_left)
 
 
+def _carve(device: torch.device, *lengths: int) -> list[Tensor]:
+    """int32 tensors from one allocation, 16-byte aligned: a step builds a plan per layer, and the host must stay ahead."""
+    padded = [(length + 3) // 4 * 4 for length in lengths]
+    parts = torch.split(torch.empty(sum(padded), dtype=torch.int32, device=device), padded)
+    return [part if len(part) == length else part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
 def build_plan(selection: Tensor, batch: AttentionBatch, num_pages: int, tile: int, min_members: int) -> SparsePlan:
     """Build the work lists of a prefill batch; five launches at most, no host synchronisation.
 
@@ -207,7 +219,6 @@ def build_plan(selection: Tensor, batch: AttentionBatch, num_pages: int, tile: i
         min_members: queries of a tile that make a block shared; 1 leaves nothing for page-major work.
     """
     num_heads, num_tokens, topk = selection.shape
-    device = selection.device
     num_tiles = num_query_tiles(batch, tile)
     topk_pad = triton.next_power_of_2(topk)
     width = tile * topk_pad
@@ -217,26 +228,30 @@ def build_plan(selection: Tensor, batch: AttentionBatch, num_pages: int, tile: i
     assert max(num_keys, num_slots) < 2**31
     max_units = min(num_slots, num_slots // UNIT + num_keys)
 
-    def ints(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    counters = torch.zeros(num_keys + 2 if max_leftovers else 2, dtype=torch.int32, device=device)
-    totals, page_count = counters[:2], counters[2:]
+    num_entries = num_tiles * num_heads * width
+    counters, pages, members, records, num_leftovers, leftovers, leftover_page, leftover_rank, *units, page_begin = _carve(
+        selection.device,
+        *(_NUM_TOTALS + num_keys if max_leftovers else 0, num_entries, num_entries, num_tiles * num_heads * 8),
+        *(num_heads * num_tokens, num_slots, num_slots, num_slots),
+        *(max_units, max_units, max_units, num_keys if max_leftovers else 0),
+    )
+    totals, page_count = counters[:2], counters[_NUM_TOTALS:]
+    if max_leftovers:
+        counters.zero_()
     plan = SparsePlan(
         tile=tile,
         num_tiles=num_tiles,
         max_leftovers=max_leftovers,
-        list_pages=ints(num_tiles, num_heads, width),
-        list_members=ints(num_tiles, num_heads, width),
-        records=ints(num_tiles, num_heads, 8),
-        num_leftovers=ints(num_heads, num_tokens),
-        leftovers=ints(num_slots),
-        unit_page=ints(max_units),
-        unit_begin=ints(max_units),
-        unit_len=ints(max_units),
+        list_pages=pages.view(num_tiles, num_heads, width),
+        list_members=members.view(num_tiles, num_heads, width),
+        records=records.view(num_tiles, num_heads, 8),
+        num_leftovers=num_leftovers.view(num_heads, num_tokens),
+        leftovers=leftovers,
+        unit_page=units[0],
+        unit_begin=units[1],
+        unit_len=units[2],
         totals=totals,
     )
-    leftover_page, leftover_rank = ints(num_slots), ints(num_slots)
     _list_kernel[(num_tiles, num_heads)](
         selection,
         batch.query_start,
@@ -264,26 +279,33 @@ def build_plan(selection: Tensor, batch: AttentionBatch, num_pages: int, tile: i
         num_warps=1,
     )
     if max_leftovers:
-        page_begin = ints(num_keys)
-        _unit_kernel[(triton.cdiv(num_keys, _KEYS_PER_PROGRAM),)](
-            page_count,
-            page_begin,
-            plan.unit_page,
-            plan.unit_begin,
-            plan.unit_len,
-            plan.totals,
-            num_keys,
-            UNIT=UNIT,
-            BLOCK=_KEYS_PER_PROGRAM,
-        )
-        _sort_kernel[(triton.cdiv(num_slots, _CHOICES_PER_PROGRAM),)](
-            plan.num_leftovers,
-            leftover_page,
-            leftover_rank,
-            page_begin,
-            plan.leftovers,
-            num_slots,
-            R=max_leftovers,
-            BLOCK=_CHOICES_PER_PROGRAM,
-        )
+        _sort_leftovers(plan, page_count, page_begin, leftover_page, leftover_rank)
     return plan
+
+
+def _sort_leftovers(
+    plan: SparsePlan, page_count: Tensor, page_begin: Tensor, leftover_page: Tensor, leftover_rank: Tensor
+) -> None:
+    """Fill `leftovers` and the units from every leftover's page and its rank among that page's."""
+    num_keys, num_slots = len(page_count), len(plan.leftovers)
+    _unit_kernel[(triton.cdiv(num_keys, _KEYS_PER_PROGRAM),)](
+        page_count,
+        page_begin,
+        plan.unit_page,
+        plan.unit_begin,
+        plan.unit_len,
+        plan.totals,
+        num_keys,
+        UNIT=UNIT,
+        BLOCK=_KEYS_PER_PROGRAM,
+    )
+    _sort_kernel[(triton.cdiv(num_slots, _CHOICES_PER_PROGRAM),)](
+        plan.num_leftovers,
+        leftover_page,
+        leftover_rank,
+        page_begin,
+        plan.leftovers,
+        num_slots,
+        R=plan.max_leftovers,
+        BLOCK=_CHOICES_PER_PROGRAM,
+    )

@@ -6,6 +6,9 @@ block and its shared blocks, all query heads of a KV head stacked as rows, merge
 output. Scores are kept in units of log2.
 """
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from functools import cache
 
 import torch
@@ -19,11 +22,11 @@ from server.kernels.sparse_plan import SparsePlan, build_plan
 
 LOG2_E = 1.4426950408889634
 _TILE = 8
-_MIN_MEMBERS = 4
+_MIN_MEMBERS = 3
 _MIN_TOKENS_FOR_PAGE_MAJOR = 512  # shorter chunks share too few pages to pay for three more launches
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_pages"])
 def _page_major_kernel(
     q_ptr,
     kv_ptr,
@@ -130,7 +133,7 @@ def merge_leftovers(b_m, b_l, b_acc, partial_ptr, lse_ptr, num_ptr, o_row, m_r, 
     return b_l, b_acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _tile_kernel(
     q_ptr,
     kv_ptr,
@@ -191,9 +194,7 @@ def _tile_kernel(
         b_m, b_l, b_acc = attend_page(b_q, b_k, b_v, b_m, b_l, b_acc, ((members >> o_q) & 1) != 0, scale_log2)
     if R > 0:
         o_row = i_h.to(tl.int64) * num_tokens + o_t
-        b_l, b_acc = merge_leftovers(
-            b_m, b_l, b_acc, partial_ptr, lse_ptr, num_leftovers_ptr, o_row, m_r, o_g, R, G, D
-        )
+        b_l, b_acc = merge_leftovers(b_m, b_l, b_acc, partial_ptr, lse_ptr, num_leftovers_ptr, o_row, m_r, o_g, R, G, D)
     b_o = b_acc / b_l[:, None]
     p_out = out_ptr + (o_t * stride_ot + o_h * stride_oh)[:, None] + o_d[None, :]
     tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_r[:, None])
@@ -251,9 +252,7 @@ def _attend_leftovers(q: Tensor, kv_lane: Tensor, plan: SparsePlan, scale: float
     return partial, lse
 
 
-def sparse_prefill(
-    q: Tensor, kv_lane: Tensor, selection: Tensor, batch: AttentionBatch, scale: float, out: Tensor
-) -> Tensor:
+def sparse_prefill(q: Tensor, kv_lane: Tensor, selection: Tensor, batch: AttentionBatch, scale: float, out: Tensor) -> Tensor:
     """Prefill part of `sparse_attention`; see there. Needs the own block of every query in its selection.
 
     Workspace: up to Hkv * T * (topk - 1) * G partial rows, 4 KiB per leftover in production (2 GB at 8,192 queries).

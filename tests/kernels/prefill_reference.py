@@ -34,7 +34,9 @@ def reference_topk(scores: Tensor, batch: AttentionBatch, topk: int, num_init: i
     return result
 
 
-def reference_attention(q: Tensor, contents: list[Tensor], selection: Tensor | None, batch: AttentionBatch, scale: float) -> Tensor:
+def reference_attention(
+    q: Tensor, contents: list[Tensor], selection: Tensor | None, batch: AttentionBatch, scale: float
+) -> Tensor:
     """Attention [T, Hq, D] in float64; `contents` as [Hkv, 2, seq_len, D] of every sequence, no selection = dense."""
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     group = q.shape[1] // contents[0].shape[0]

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,7 +50,7 @@ def page_major_from_the_first_token(monkeypatch):
 
 
 @pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
-@pytest.mark.parametrize("agreement", [0.0, 0.9])
+@pytest.mark.parametrize("agreement", [0.5])
 def test_tile_major_alone_equals_the_reference(query_lens, seq_lens, agreement):
     batch, q, lane, contents = make(query_lens, seq_lens)
     selection = random_selection(batch, 2, 4, agreement)
@@ -77,8 +79,8 @@ def test_half_precision_stays_within_its_rounding():
 
 @pytest.mark.usefixtures("page_major_from_the_first_token")
 def test_it_is_deterministic_and_needs_no_clean_output():
-    batch, q, lane, _ = make([40], [200])
-    selection = random_selection(batch, 2, 8, 0.5)
+    batch, q, lane, _ = make([20], [130])
+    selection = random_selection(batch, 2, 4, 0.5)
     first = sparse_prefill(q, lane, selection, batch, 0.3, torch.full_like(q, torch.nan))
     second = sparse_prefill(q, lane, selection.flip(-1), batch, 0.3, torch.full_like(q, 7.0))
     torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
@@ -126,7 +128,7 @@ def listed_choices(plan, batch):
 
 def leftover_choices(plan, selection, num_pages):
     choices = []
-    for unit in range(int(plan.totals[1])):
+    for unit in range(int(plan.totals[1]) if plan.max_leftovers else 0):
         h, page = divmod(int(plan.unit_page[unit]), num_pages)
         begin = int(plan.unit_begin[unit])
         for number in plan.leftovers[begin : begin + int(plan.unit_len[unit])].tolist():
@@ -162,3 +164,16 @@ def test_strided_queries_and_outputs():
     dense_prefill(packed[:, 1], lane, batch, 0.3, out[:, 1])
     assert relative_error(out[:, 1], reference_attention(q, contents, None, batch, 0.3)) < 1e-5
     assert out[:, 0].isnan().all()
+
+
+def test_pages_beyond_31_bits_of_elements():
+    batch, q, lane, contents = make([2], [90], dtype=torch.float16)
+    far = 2**31 // lane[0].numel()
+    distant = torch.empty((far + len(lane), *lane.shape[1:]), dtype=torch.float16)  # only pages in use become real memory
+    distant[far:] = lane
+    moved = replace(batch, page_table=batch.page_table + far)
+    selection = random_selection(batch, 2, 4, 0.0)
+    out = sparse_prefill(q, distant, selection, moved, 0.3, torch.full_like(q, torch.nan))
+    assert relative_error(out, reference_attention(q, contents, selection, batch, 0.3)) < 2e-3
+    out = dense_prefill(q, distant, moved, 0.3, torch.full_like(q, torch.nan))
+    assert relative_error(out, reference_attention(q, contents, None, batch, 0.3)) < 2e-3

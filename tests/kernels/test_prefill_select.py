@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,8 +59,10 @@ def test_scores_go_into_a_strided_view_and_nowhere_else():
     assert whole[..., 6:].isnan().all()
 
 
-@pytest.mark.parametrize(("query_lens", "seq_lens"), RAGGED)
-@pytest.mark.parametrize(("num_init", "num_local"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "num_init", "num_local"),
+    [([4], [50], 0, 1), ([9, 5, 17], [25, 47, 17], 0, 1), ([3, 2, 9], [260, 17, 40], 1, 2), ([5], [511], 0, 1)],
+)
 def test_selection_equals_the_reference_exactly(query_lens, seq_lens, num_init, num_local):
     batch, index_q, lane, keys = make(query_lens, seq_lens)
     out = poisoned((4, len(index_q), 4), torch.int32)
@@ -78,12 +81,12 @@ def random_scores(num_heads, batch, levels, seed=3):
     return scores.masked_fill(behind, -math.inf)
 
 
-@pytest.mark.parametrize("levels", [1, 2, 1000], ids=["all tied or zero", "many ties", "few ties"])
-@pytest.mark.parametrize("num_blocks", [3, 16, 17, 100, 256, 257, 300, 1025])
+@pytest.mark.parametrize("levels", [1, 1000], ids=["many ties", "few ties"])
+@pytest.mark.parametrize("num_blocks", [3, 17, 100, 257, 1025])
 def test_ties_go_to_the_lower_block(levels, num_blocks):
-    batch = paged_case([4], [num_blocks * 2 - 1], 2).batch
-    scores = random_scores(2, batch, levels)
-    out = block_topk_prefill(scores, batch, 16, 0, 1, poisoned((2, 4, 16), torch.int32))
+    batch = paged_case([2], [num_blocks * 2 - 1], 2).batch
+    scores = random_scores(1, batch, levels)
+    out = block_topk_prefill(scores, batch, 16, 0, 1, poisoned((1, 2, 16), torch.int32))
     expected = reference_topk(scores, batch, 16, 0, 1)
     assert [[[b for b in row if b >= 0] for row in head] for head in out.tolist()] == expected
 
@@ -106,7 +109,17 @@ def test_up_to_8192_blocks():
 
 
 def test_two_levels_agree_with_one_when_the_scorer_reports_group_maxima():
-    batch, index_q, lane, keys = make([6], [16 * 300 - 3], num_heads=2)
-    out = msa_select_prefill(index_q, lane, batch, 16, 0, 1, poisoned((2, 6, 16), torch.int32))
+    batch, index_q, lane, keys = make([2], [16 * 270 - 3], num_heads=1)
+    out = msa_select_prefill(index_q, lane, batch, 16, 0, 1, poisoned((1, 2, 16), torch.int32))
     expected = reference_topk(reference_scores(index_q, keys, batch), batch, 16, 0, 1)
     assert out.tolist() == expected
+
+
+def test_pages_beyond_31_bits_of_elements():
+    batch, index_q, lane, keys = make([2], [40], dtype=torch.float16)
+    far = 2**31 // (PAGE * DIM)
+    distant = torch.empty((far + len(lane), PAGE, DIM), dtype=torch.float16)  # only the pages in use become real memory
+    distant[far:] = lane
+    moved = replace(batch, page_table=batch.page_table + far)
+    out = index_score_prefill(index_q, distant, moved, poisoned((4, 2, 3)))
+    torch.testing.assert_close(out.double(), reference_scores(index_q, keys, batch), rtol=1e-5, atol=1e-4)
