@@ -29,6 +29,20 @@ def test_unread_tokens_are_merged_in_order_with_their_logprobs():
     assert end == END
 
 
+def test_the_prompts_logprobs_survive_merging_and_come_once():
+    async def scenario():
+        stream, _ = stream_with_aborts()
+        stream.put(Tokens("r", [1], [], [TokenLogprobs(-1.0), TokenLogprobs(-2.0)]))
+        stream.put(Tokens("r", [2]))
+        first = await anext(stream)
+        stream.put(Tokens("r", [3]))
+        return first, await anext(stream)
+
+    first, second = asyncio.run(scenario())
+    assert first == Tokens("r", [1, 2], [], [TokenLogprobs(-1.0), TokenLogprobs(-2.0)])
+    assert second == Tokens("r", [3])
+
+
 def test_a_waiting_consumer_gets_every_event_when_it_comes():
     async def scenario():
         stream, _ = stream_with_aborts()

@@ -171,3 +171,43 @@ def test_a_picture_that_cannot_be_read_fails_its_request_alone(model):
     pixels.broken = set()
     again = with_picture("again", pixels, 2)
     assert server.serve([again])["again"] == Server(model, pixels=pixels).serve([again])["again"]
+
+
+def test_the_logprobs_of_a_prompt_do_not_depend_on_chunks_cache_or_preemption(model):
+    prompt = prompt_of(6 * PAGE + 5, 30)
+    asked = request("asked", prompt, num_output=3, num_prompt_logprobs=2)
+
+    def scores(server):
+        (entries,) = [event.prompt_logprobs for event in server.events["asked"] if getattr(event, "prompt_logprobs", [])]
+        assert len(entries) == len(prompt) - 1
+        assert all(entry.logprob <= entry.top_logprobs[0] < 0 for entry in entries)
+        return [entry.top_ids for entry in entries], [entry.logprob for entry in entries]
+
+    def assert_same(server):
+        top_ids, logprobs = scores(server)
+        assert top_ids == expected[0]
+        assert logprobs == pytest.approx(expected[1], abs=1e-3)
+
+    whole = Server(model)
+    expected_tokens = whole.serve([asked])
+    expected = scores(whole)
+    # The entry of the last position agrees with what the shorter prompt gives as the log-probability of a sampled token.
+    shorter = Server(model)
+    forced = request("forced", prompt[:-1], num_output=1, num_logprobs=2, logit_bias=((prompt[-1], 1000.0),))
+    shorter.serve([forced])
+    (tokens,) = [event.logprobs for event in shorter.events["forced"] if getattr(event, "logprobs", [])]
+    assert tokens[0].top_ids == expected[0][-1]
+    assert tokens[0].logprob == pytest.approx(expected[1][-1], abs=1e-3)
+
+    chunked = Server(model, max_num_batched_tokens=13)
+    assert chunked.serve([asked]) == expected_tokens
+    assert_same(chunked)
+    cached = Server(model, enable_prefix_caching=True)
+    cached.serve([request("warm", prompt)])
+    assert cached.serve([asked]) == expected_tokens
+    assert_same(cached)
+    tight = Server(model, num_pages=9, max_num_batched_tokens=24)
+    tight.submit(request("first", prompt_of(30, 31), num_output=60))
+    assert tight.serve([asked]) == expected_tokens
+    assert_same(tight)
+    assert tight.scheduler.stats().preemptions_total > 0

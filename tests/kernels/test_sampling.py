@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from server.kernels.sampling import (
     SamplingBatch,
     apply_penalties,
+    keep_tokens,
     logprobs,
     sample_greedy,
     sample_plain,
@@ -209,3 +210,18 @@ def test_a_gpu_chooses_the_tokens_that_a_cpu_chooses():
     assert sample_greedy(logits.cuda()).tolist() == sample_greedy(logits).tolist()
     assert sample_plain(logits.cuda(), on_gpu).tolist() == sample_plain(logits, batch).tolist()
     assert sample_ranked(logits.cuda(), on_gpu, 40).tolist() == sample_ranked(logits, batch, 40).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100])
+def test_a_bit_mask_keeps_its_tokens(vocab_size):
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(3, vocab_size, generator=generator)
+    num_words = -(-vocab_size // 32)
+    mask = torch.randint(-(2**31), 2**31, (3, num_words), generator=generator).to(torch.int32)
+    mask[1], mask[2] = -1, 0
+    kept = keep_tokens(logits, mask)
+    for row in range(3):
+        for token_id in range(vocab_size):
+            is_kept = int(mask[row, token_id // 32]) >> (token_id % 32) & 1
+            assert kept[row, token_id] == (logits[row, token_id] if is_kept else float("-inf"))
+    assert torch.equal(kept[1], logits[1])

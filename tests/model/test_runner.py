@@ -1,5 +1,7 @@
 """The runner's bookkeeping, seen by a model that writes down what it is given."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -32,7 +34,7 @@ class NotingModel:
     def logits(self, hidden_rows):
         self.num_logit_rows.append(hidden_rows.shape[0])
         logits = torch.nn.functional.one_hot(hidden_rows[:, 0].long() + 1, VOCAB).float()
-        logits[self.broken_rows] = torch.nan
+        logits[[row for row in self.broken_rows if row < len(logits)]] = torch.nan
         return logits
 
     def encode_media(self, pixels, kind, grid_thw):
@@ -255,3 +257,57 @@ def test_a_lost_device_is_not_one_requests_fault(model, pools):
     runner = runner_on(model, pools, read)
     with pytest.raises(torch.AcceleratorError):
         step(runner, Chunk(0, 0, 6, (2, 3), samples=True), new_sequences=[new(0, range(6), media=(picture(10, 1),))])
+
+
+def scores_of(result):
+    """(slot, position) -> entry."""
+    return {(entry.slot, entry.start + i): score for entry in result.prompt_logprobs for i, score in enumerate(entry.logprobs)}
+
+
+def test_prompt_tokens_are_scored_where_asked_chunk_by_chunk(runner, model):
+    asked, plain = new(0, [5, 6, 9, 10, 3], num_prompt_logprobs=2), new(1, [7, 8, 9])
+    first = step(
+        runner,
+        Chunk(1, 0, 3, (0,), samples=True),
+        Chunk(0, 0, 2, (1,), samples=False),
+        new_sequences=[plain, asked],
+    )
+    second = step(runner, Chunk(1, 3, 1, (), samples=True), Chunk(0, 2, 3, (2,), samples=True))
+    scores = scores_of(first) | scores_of(second)
+    assert list(scores) == [(0, 1), (0, 2), (0, 3), (0, 4)]
+    best, other = (torch.log_softmax(torch.eye(VOCAB)[0], dim=0)[i].item() for i in (0, 1))
+    # The model continues every token with the next number.
+    assert [scores[0, i].logprob for i in (1, 2, 3, 4)] == pytest.approx([best, other, best, other])
+    assert scores[0, 2].top_ids[0] == 7
+    assert [len(score.top_ids) for score in scores.values()] == [2] * 4
+    assert not step(runner, Chunk(0, 5, 1, (), samples=True)).prompt_logprobs
+
+
+def test_a_long_prompt_is_scored_in_blocks(runner, model, monkeypatch):
+    monkeypatch.setattr("server.model.prompt_logprobs.ROWS_PER_BLOCK", 3)
+    prompt = [5, 6, 7, 20, 21, 3, 4, 5]
+    sequence = new(0, prompt, num_prompt_logprobs=0)
+    result = step(runner, Chunk(0, 0, 8, (1, 2), samples=True), new_sequences=[sequence])
+    assert model.num_logit_rows == [3, 3, 1, 1]
+    (entry,) = result.prompt_logprobs
+    assert entry.start == 1
+    follows = [score.logprob > -3 for score in entry.logprobs]
+    assert follows == [after == before + 1 for before, after in itertools.pairwise(prompt)]
+
+
+def test_scores_that_are_not_finite_fail_their_slot_alone(runner, model):
+    model.broken_rows = [2]  # of each call: only the longer prompt has so many
+    result = step(
+        runner,
+        Chunk(0, 0, 2, (1,), samples=False),
+        Chunk(1, 0, 4, (2,), samples=False),
+        new_sequences=[new(0, [5, 6, 7], num_prompt_logprobs=0), new(1, [5, 6, 7, 8, 9], num_prompt_logprobs=0)],
+    )
+    assert [failure.slot for failure in result.failures] == [1]
+    assert [entry.slot for entry in result.prompt_logprobs] == [0]
+
+
+def test_a_resumed_sequence_is_not_scored_again(runner):
+    params = SamplingParams(max_tokens=9, temperature=0.0, num_prompt_logprobs=1)
+    resumed = NewSequence(0, "r0", [3, 4, 5], 2, params, ())
+    assert step(runner, Chunk(0, 0, 3, (1,), samples=True), new_sequences=[resumed]).prompt_logprobs == ()

@@ -3,9 +3,19 @@ import logging
 import pytest
 
 from server.kvcache.block_manager import InvariantError
-from server.messages import Failed, FailureKind, Finished, FinishReason, Tokens
+from server.messages import (
+    Failed,
+    FailureKind,
+    Finished,
+    FinishReason,
+    RequestEvent,
+    SamplingParams,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+)
 from server.scheduler.config import SchedulerConfig
-from server.scheduler.plan import SampledToken, StepResult
+from server.scheduler.plan import PromptLogprobs, SampledToken, StepResult
 from server.scheduler.scheduler import Scheduler
 from tests.fakes import expected_tokens
 from tests.scheduler.driver import VOCAB_SIZE, Driver, picture, request, small_config
@@ -550,3 +560,63 @@ def test_stats_show_running_waiting_and_totals() -> None:
 def test_longest_sequence_is_bounded_by_window_and_cache() -> None:
     assert SchedulerConfig(1, 1, 100, 4, 16).max_seq_len == 64
     assert SchedulerConfig(1, 1, 60, 4, 16).max_seq_len == 60
+
+
+class TestPromptLogprobs:
+    """Plans are answered by hand: the entry of position i has the log-probability -i."""
+
+    def scheduler(self, **config: int) -> Scheduler:
+        return Scheduler(small_config(**config))
+
+    def submit(self, name: str, prompt: range, max_tokens: int = 2, *, num_top: int | None = 0) -> Submit:
+        return Submit(name, list(prompt), SamplingParams(max_tokens, num_prompt_logprobs=num_top))
+
+    def step(self, scheduler: Scheduler, prompt_len: int, scored: tuple[str, ...] = ("a",)) -> list[RequestEvent]:
+        plan = scheduler.schedule()
+        assert plan is not None
+        self.names = getattr(self, "names", {}) | {new.slot: new.request_id for new in plan.new_sequences}
+        entries = []
+        for chunk in plan.chunks:
+            positions = range(chunk.start + 1, min(chunk.start + chunk.num_tokens + 1, prompt_len))
+            if self.names[chunk.slot] in scored and positions:
+                entries.append(PromptLogprobs(chunk.slot, positions[0], tuple(TokenLogprobs(-i) for i in positions)))
+        sampled = tuple(SampledToken(chunk.slot, 7) for chunk in plan.chunks if chunk.samples)
+        return scheduler.commit(plan, StepResult(sampled, (), tuple(entries)))
+
+    def test_they_come_with_the_first_token_in_order(self) -> None:
+        scheduler = self.scheduler(budget=8)
+        scheduler.add(self.submit("a", range(21), 3))
+        assert self.step(scheduler, 21) == []
+        assert self.step(scheduler, 21) == []
+        (first,) = self.step(scheduler, 21)
+        assert isinstance(first, Tokens)
+        assert [entry.logprob for entry in first.prompt_logprobs] == [-i for i in range(1, 21)]
+        (second,) = self.step(scheduler, 21)
+        assert isinstance(second, Tokens)
+        assert second.prompt_logprobs == []
+
+    def test_a_cached_prefix_is_computed_again_for_them(self) -> None:
+        scheduler = self.scheduler(budget=16)
+        scheduler.add(self.submit("warm", range(12), 1, num_top=None))
+        self.step(scheduler, 12)
+        scheduler.add(self.submit("a", range(12), 1))
+        tokens, end = self.step(scheduler, 12)
+        assert isinstance(tokens, Tokens)
+        assert [entry.logprob for entry in tokens.prompt_logprobs] == [-i for i in range(1, 12)]
+        assert isinstance(end, Finished)
+        assert end.num_cached_tokens == 0
+        scheduler.add(self.submit("later", range(12), 1, num_top=None))
+        end = self.step(scheduler, 12)[-1]
+        assert isinstance(end, Finished)
+        assert end.num_cached_tokens == 8, "its pages can be found by others all the same"
+
+    def test_a_prompt_that_is_preempted_half_way_has_every_entry_once(self) -> None:
+        scheduler = self.scheduler(num_pages=6, budget=8)
+        scheduler.add(self.submit("first", range(100, 107), 12, num_top=None))
+        events = self.step(scheduler, 16)
+        scheduler.add(self.submit("a", range(16), 2))
+        while scheduler.has_work:
+            events += self.step(scheduler, 16)
+        assert scheduler.stats().preemptions_total > 0
+        entries = [entry for event in events if isinstance(event, Tokens) for entry in event.prompt_logprobs]
+        assert [entry.logprob for entry in entries] == [-i for i in range(1, 16)]
