@@ -68,7 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
             before. A complete text that cannot go on is padded with stop tokens up to `min_tokens`.
         thinking: free text before the grammar; None when it begins with the first token.
         allowed_token_ids: the only ids to choose from, stop ids included; empty for all.
-        bad_words: token sequences, none empty, that the output never contains; `min_tokens` and these hold on top of a grammar.
+        bad_words: token sequences that the output never contains; these, the allowed ids and `min_tokens` hold on top of a
+            grammar. A sequence that they leave no token ends with `Failed`.
     """
 
     max_tokens: int

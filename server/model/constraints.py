@@ -94,7 +94,7 @@ class Constraints:
         """Take the rules of a new or resumed sequence, if it has any."""
         params = sequence.sampling
         stop_ids = tuple(self._columns(params.stop_token_ids)) if params.min_tokens else ()
-        bad_words = [word for word in params.bad_words if 0 <= word[-1] < self._vocab_size]
+        bad_words = [word for word in params.bad_words if word and 0 <= word[-1] < self._vocab_size]
         if not (stop_ids or bad_words or params.allowed_token_ids or params.grammar):
             return
         rules = _Rules(

@@ -6,14 +6,28 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+import server
 from server.api.engine_client import EngineClient, EngineState
 from server.engine_launch import EngineLaunch
 from server.errors import EngineUnavailableError
+from server.grammars import GrammarTokenizer
 from server.media.slab import MediaSlab
-from server.messages import Failed, FailureKind, Finished, FinishReason, MediaItem, MediaKind, SlabRef, Tokens
+from server.messages import (
+    Failed,
+    FailureKind,
+    Finished,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    MediaItem,
+    MediaKind,
+    SlabRef,
+    Tokens,
+)
 from server.settings import load_settings
 from server.transport import make_address
 from tests.engine.serving import Pixels, Server
@@ -80,6 +94,27 @@ def test_a_real_engine_serves_aborts_and_ignores_ctrl_c(checkpoint, model):
         assert client.stats.num_free_pages + client.stats.num_cached_pages == client.stats.num_pages
 
     with_engine(scenario, checkpoint)
+
+
+def test_a_real_engine_follows_grammars_and_refuses_bad_ones():
+    tiny = Path(server.__file__).parent / "model/tiny"
+    choice, broken = Grammar(GrammarKind.CHOICE, '["yes", "no"]'), Grammar(GrammarKind.REGEX, "(")
+    tokenizer = GrammarTokenizer(tiny, 1376)
+    stop_ids = tokenizer.eos_token_ids
+
+    async def scenario(client):
+        good, bad, plain = await asyncio.gather(
+            collect(client.submit(request("good", [5, 6], grammar=choice, stop_token_ids=stop_ids))),
+            collect(client.submit(request("bad", [5, 6], grammar=broken))),
+            collect(client.submit(request("plain", [5, 6], num_output=4, num_prompt_logprobs=1))),
+        )
+        assert tokenizer.tokenizer.decode_bytes(tokens_of(good)[:-1]) in (b"yes", b"no")
+        assert good[-1].reason is FinishReason.STOP
+        assert [event.kind for event in bad] == [FailureKind.INVALID]
+        assert len(tokens_of(plain)) == 4
+        assert len(plain[0].prompt_logprobs) == 1
+
+    with_engine(scenario, tiny)
 
 
 def test_pixels_reach_the_engine_through_the_slab(checkpoint, model):

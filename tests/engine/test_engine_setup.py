@@ -93,3 +93,8 @@ def test_a_broken_checkpoint_is_a_reason_not_a_traceback(checkpoint, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(StartError, match=r"model\.safetensors"):
         build(settings(tmp_path, device="cpu"), no_pixels)
+
+
+def test_a_checkpoint_without_a_tokenizer_starts_and_has_no_grammars(checkpoint, caplog):
+    assert build(settings(checkpoint, device="cpu", max_model_len=100), no_pixels).grammars is None
+    assert "tokenizer" in caplog.text

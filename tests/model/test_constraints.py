@@ -56,7 +56,7 @@ def test_stop_tokens_wait_for_min_tokens(constraints, logits):
 
 
 def test_a_bad_word_is_stopped_at_its_last_token(constraints, logits):
-    admit(constraints, 0, bad_words=((8,), (4, 5), (4, 4, 6), (4, VOCAB)))
+    admit(constraints, 0, bad_words=((8,), (), (4, 5), (4, 4, 6), (4, VOCAB)))
     seen = []
     for token_id in (4, 4, 5):
         seen.append(forbidden(constraints, logits))
@@ -85,7 +85,6 @@ def test_a_released_slot_has_no_rules(constraints, logits):
     constraints.release(0)
     constraints.release(0)
     constraints.advance(0, 4)
-    assert constraints.apply(logits[:1], [SamplingRow(0, 3)]).logits is not None
     assert forbidden(constraints, logits) == set()
 
 
