@@ -36,13 +36,16 @@ _TILE = 8
 
 @gluon.jit
 def _work_item(i_work, num_tiles, num_heads, SPARSE: gl.constexpr):
-    """(record number, KV head). Sparse work goes head by head, dense work by descending length."""
+    """(record number, KV head). Work goes head by head, so that what runs at a time shares its pages in L2.
+
+    Dense tiles go by descending length, which keeps the end of the work even.
+    """
+    i_h = i_work // num_tiles
+    i_tile = i_work % num_tiles
     if SPARSE:
-        i_h = i_work // num_tiles
-        i_record = (i_work % num_tiles) * num_heads + i_h
+        i_record = i_tile * num_heads + i_h
     else:
-        i_h = i_work % num_heads
-        i_record = num_tiles - 1 - i_work // num_heads
+        i_record = num_tiles - 1 - i_tile
     return i_record, i_h
 
 
