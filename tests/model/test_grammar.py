@@ -141,3 +141,16 @@ def test_a_grammar_that_cannot_be_used_is_not_kept(compiler):
         with pytest.raises(GrammarError):
             compiler.matcher(Grammar(GrammarKind.REGEX, "("))
     assert not compiler.has(Grammar(GrammarKind.REGEX, "("))
+
+
+def test_a_lark_grammar_reaches_added_tokens_by_id_and_text_never_does(compiler):
+    markup, begin, end = 1358, 1352, 1353
+    text = f"start: <[{markup}]> <[{begin}]> TEXT <[{end}]>\nTEXT: /(.|\\n)*/"
+    grammar = Grammar(GrammarKind.LARK, text)
+    cursor = open_cursor(compiler, SamplingParams(max_tokens=9, grammar=grammar, stop_token_ids=(EOS,)), (markup,))
+    assert allowed(cursor) == [begin]
+    cursor.advance(begin)
+    assert [i for i in allowed(cursor) if i >= 1300] == [end]
+    assert {A, B, C} < set(allowed(cursor))
+    cursor.advance(end)
+    assert allowed(cursor) == [EOS]
