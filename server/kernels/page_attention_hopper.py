@@ -42,10 +42,7 @@ def _work_item(i_work, num_tiles, num_heads, SPARSE: gl.constexpr):
     """
     i_h = i_work // num_tiles
     i_tile = i_work % num_tiles
-    if SPARSE:
-        i_record = i_tile * num_heads + i_h
-    else:
-        i_record = num_tiles - 1 - i_tile
+    i_record = i_tile * num_heads + i_h if SPARSE else num_tiles - 1 - i_tile
     return i_record, i_h
 
 
