@@ -148,7 +148,8 @@ class PagedRunner:
                 table.append(self._free.pop())
         seq_lens = [self.lengths[sequence_id] for sequence_id in sequence_ids]
         tables = [self.tables[sequence_id] for sequence_id in sequence_ids]
-        return paged_case(query_lens, seq_lens, page_size, tables=tables, num_pages=self.num_pages)
+        device = str(self.model.device)
+        return paged_case(query_lens, seq_lens, page_size, tables=tables, num_pages=self.num_pages, device=device)
 
     def step(
         self, chunks: Sequence[tuple[int, Sequence[int]]], embeddings: tuple[Tensor, Tensor] | None = None
@@ -156,6 +157,6 @@ class PagedRunner:
         """Run one step over (sequence id, token ids) chunks; logits [tokens, vocab] of each."""
         query_lens = [len(token_ids) for _, token_ids in chunks]
         case = self.case([sequence_id for sequence_id, _ in chunks], query_lens)
-        flat = torch.tensor([token_id for _, token_ids in chunks for token_id in token_ids])
+        flat = torch.tensor([token_id for _, token_ids in chunks for token_id in token_ids], device=self.model.device)
         hidden = self.model.forward(flat, case.batch, self.pools, embeddings)
         return list(self.model.logits(hidden).split(query_lens))
