@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEPLOY_TOOLS ?= $(VENV)/deploy-tools
 
-.PHONY: serve check test format clean
+.PHONY: serve check test test-deploy format clean
 
 serve: $(STAMP)
 	$(BIN)/m3-server serve --model server/model/tiny
@@ -15,7 +16,12 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not gpu and not deploy" $(PYTEST_ARGS)
+
+# The chart, the image, the alerts: with real Helm, Prometheus, nginx and podman. Needs root on Debian.
+test-deploy: $(STAMP)
+	.ci/install-deploy-tools $(DEPLOY_TOOLS)
+	DEPLOY_TOOLS=$(abspath $(DEPLOY_TOOLS)) $(BIN)/pytest -m deploy tests/deploy $(PYTEST_ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff format .

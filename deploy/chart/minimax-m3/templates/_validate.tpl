@@ -37,6 +37,9 @@
 {{- if and (gt (int .Values.gpu.count) 1) (not .Values.planned.tensorParallel) }}
 {{- fail "gpu.count: this version of the server uses one GPU; more need planned.tensorParallel and a server that has it" }}
 {{- end }}
+{{- if and .Values.gpu.resourceClaimTemplate (semverCompare "<1.31.0-0" .Capabilities.KubeVersion.Version) }}
+{{- fail "gpu.resourceClaimTemplate needs Kubernetes 1.31 or later" }}
+{{- end }}
 {{- if and .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled }}
 {{- fail "monitoring: podMonitor and serviceMonitor together would count everything twice" }}
 {{- end }}
