@@ -78,6 +78,9 @@ class Settings(BaseSettings):
     )
     enable_prefix_caching: bool = Field(True, description="reuse whole pages of equal prefixes")
     max_queued_requests: PositiveInt = Field(1024, description="requests that may wait; beyond it 429")
+    max_queued_tokens: PositiveInt | None = Field(
+        None, description="prompt tokens that may wait for their first step; beyond it 429; eight windows if unset"
+    )
     thinking_mode: ThinkingMode = Field(ThinkingMode.ADAPTIVE, description="when a request does not choose")
     media_workers: PositiveInt | None = Field(None, description="decoder processes; the number of cores, at most 8, if unset")
     media_slab_bytes: PositiveInt = Field(256 << 20, description="shared memory for decoded pictures")

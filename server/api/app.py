@@ -9,6 +9,7 @@ from server import __version__
 from server.api import chat, health, models
 from server.api.chat_format import ChatFormat
 from server.api.engine_client import EngineClient
+from server.api.grammar_checker import GrammarChecker
 from server.api.middleware import BodyLimitMiddleware, RequestIdMiddleware
 from server.api.openapi import describe
 from server.api.problems import install_handlers
@@ -24,6 +25,7 @@ def create_app(
     engine: EngineClient | None = None,
     media: MediaPipeline | None = None,
     chat_format: ChatFormat | None = None,
+    grammars: GrammarChecker | None = None,
     exits_with_engine: bool = False,
 ) -> FastAPI:
     """Put an application together.
@@ -33,10 +35,11 @@ def create_app(
         engine: what to use instead of an engine process made from the settings.
         media: what to use instead of a pool made from the settings.
         chat_format: what to use instead of the checkpoint's files.
+        grammars: what to use instead of a process that judges grammars.
         exits_with_engine: end the process with a non-zero code when the engine cannot start or dies; for a process that
             serves nothing else.
     """
-    service = Service(settings, engine, media, chat_format, exits_with_engine=exits_with_engine)
+    service = Service(settings, engine, media, chat_format, grammars, exits_with_engine=exits_with_engine)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -28,11 +28,14 @@ from server.api.conversation import (
 from server.api.detokenizer import Detokenizer
 from server.api.generation_config import GenerationDefaults
 from server.api.prompt import EncodedPrompt, ExpandedPrompt, MediaExpander, MediaLayout, Tail
+from server.api.reasoning import CLOSER, OPENER
 from server.api.template import ChatTemplate
 from server.api.template_input import TemplateInput
 from server.api.tokenizer import Tokenizer
+from server.api.tool_grammar import MarkerIds
+from server.api.tool_markup import NAMESPACE
 from server.errors import BadRequestError, ContextLengthError, M3Error
-from server.messages import MediaKind
+from server.messages import MediaKind, ThinkingTokens
 from server.settings import ThinkingMode
 
 __all__ = [
@@ -62,6 +65,7 @@ class ChatFormat:
         defaults: what a request samples with when it does not say.
         eos_token_ids: ids that end an answer.
         vocab_size: number of ids that the tokenizer knows; the logits may be wider.
+        markers: ids of the tokens that calls are written with.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -90,6 +94,9 @@ class ChatFormat:
             self._tokenizer, media_ids, self._added(MEDIA_START).id, self._added(MEDIA_END).id, merge_size
         )
         self._visible = self._tokenizer.visible_bytes()
+        self._all = self._tokenizer.all_bytes()
+        self.markers = MarkerIds(*(self._added(text).id for text in (NAMESPACE, "<tool_call>", "</tool_call>")))
+        self._opener, self._closer = self._added(OPENER).id, self._added(CLOSER).id
 
     @classmethod
     def load(cls, model_dir: Path) -> "ChatFormat":
@@ -173,9 +180,15 @@ class ChatFormat:
         """Whether clients never see the token."""
         return self._tokenizer.is_special(token_id)
 
-    def detokenizer(self) -> Detokenizer:
-        """A detokenizer for one sequence."""
-        return Detokenizer(self._visible)
+    def thinking(self, mode: ThinkingMode) -> ThinkingTokens | None:
+        """What comes before the text of an answer whose prompt was rendered in `mode`; None for nothing."""
+        if mode is ThinkingMode.DISABLED:
+            return None
+        return ThinkingTokens(self._closer, self._opener if mode is ThinkingMode.ADAPTIVE else None)
+
+    def detokenizer(self, *, shows_special: bool = False) -> Detokenizer:
+        """A detokenizer for one sequence; with `shows_special` special tokens are text too."""
+        return Detokenizer(self._all if shows_special else self._visible)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The visible text of complete ids."""

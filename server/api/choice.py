@@ -1,20 +1,88 @@
-"""One choice's way from token ids to deltas: bytes to text, reasoning apart from content, stop strings, log-probabilities.
+"""One choice's way from token ids to deltas: bytes, text, then reasoning, content and calls; stop strings, log-probabilities.
 
 Stop strings apply to the content only. Log-probabilities are the content's too: a token's entry goes out with the delta that
-carries the token's first character, so tokens of reasoning, of markers, of special texts and of what a stop string cut off
-have none. No I/O and no engine in here: token events in, `ChunkChoice` out.
+carries the token's first character, so tokens of reasoning, of calls, of markers, of special texts and of what a stop string
+cut off have none. No I/O and no engine in here: token events in, `ChunkChoice` out.
 """
 
 from collections import deque
+from typing import Protocol
 
 import msgspec
 
 from server.api.chat_format import ChatFormat
-from server.api.reasoning import Channel, ReasoningSplitter, Segment
+from server.api.delta_writer import DeltaWriter
+from server.api.reply import ReplyParser
+from server.api.reply_events import ContentDelta, ReasoningDelta, ReplyEvent, ToolArgumentsDelta, ToolCallStart
 from server.api.stop import StopMatcher
-from server.api.wire import LOWEST_LOGPROB, ChoiceLogprobs, ChunkChoice, Delta, TokenLogprob, TopLogprob
+from server.api.tool_parser import ToolCallParser
+from server.api.tool_schema import ToolSchemas
+from server.api.wire import LOWEST_LOGPROB, ChunkChoice, Delta, TokenLogprob, TopLogprob
 from server.messages import FinishReason, TokenLogprobs, Tokens
 from server.settings import ThinkingMode
+
+TOOL_CALLS = "tool_calls"
+
+
+class ReplyRules(msgspec.Struct, frozen=True):
+    """What a reply's text is made into; the same for all choices of a request.
+
+    Attributes:
+        thinking_mode: what the prompt was rendered with; None for text that has no form: all of it is content.
+        stops: strings that end the content.
+        keeps_stop: the stop string that ended the content is its last part.
+        shows_special: special tokens are text, the end of the turn too.
+        schemas: the functions that calls are read for; None where no call is wanted.
+        max_calls: what comes behind the end of that many calls is dropped; None for no limit.
+    """
+
+    thinking_mode: ThinkingMode | None = None
+    stops: tuple[str, ...] = ()
+    keeps_stop: bool = False
+    shows_special: bool = False
+    schemas: ToolSchemas | None = None
+    max_calls: int | None = None
+
+
+class Parser(Protocol):
+    """What `ReplyParser` does."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether text that arrives now would be reasoning."""
+        ...
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing that comes later is part of the answer."""
+        ...
+
+    def push(self, text: str) -> list[ReplyEvent]:
+        """Take the next piece of the raw text."""
+        ...
+
+    def finish(self, truncated: bool) -> list[ReplyEvent]:
+        """The text ended."""
+        ...
+
+
+class PlainParser:
+    """The parser of text that has no form."""
+
+    in_reasoning = False
+    is_done = False
+
+    def __init__(self) -> None:
+        self._end = 0
+
+    def push(self, text: str) -> list[ReplyEvent]:
+        """All of it is content."""
+        start, self._end = self._end, self._end + len(text)
+        return [ContentDelta(start, text)] if text else []
+
+    def finish(self, truncated: bool) -> list[ReplyEvent]:
+        """Nothing is held back."""
+        return []
 
 
 class _PendingToken(msgspec.Struct, frozen=True):
@@ -30,94 +98,116 @@ class ChoiceAssembler:
 
     Attributes:
         index: the choice's number.
-        stopped: a stop string matched; nothing that comes later is part of the answer.
+        stopped: a stop string matched or all wanted calls are whole; nothing that comes later is part of the answer.
         num_tokens: generated tokens up to the end of the answer, a stop token included.
         num_reasoning_tokens: how many of them left the reply inside its reasoning.
     """
 
-    def __init__(self, index: int, chat_format: ChatFormat, mode: ThinkingMode, stops: tuple[str, ...]) -> None:
+    def __init__(self, index: int, chat_format: ChatFormat, rules: ReplyRules) -> None:
         self.index = index
         self.stopped = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self._format = chat_format
-        self._detokenizer = chat_format.detokenizer()
-        self._splitter = ReasoningSplitter(mode)
-        self._matcher = StopMatcher(stops)
+        self._rules = rules
+        self._detokenizer = chat_format.detokenizer(shows_special=rules.shows_special)
+        self._parser = _parser(rules)
+        self._matcher = StopMatcher(rules.stops)
+        self._writer = DeltaWriter(index)
         self._pending: deque[_PendingToken] = deque()
+        self._spans: deque[ContentDelta] = deque()  # content that the matcher was given and did not give back
+        self._num_calls = 0  # calls that were sent
         self._raw_len = 0  # characters that the detokenizer gave
-        self._split_len = 0  # characters that the splitter decided on
-        self._content_start: int | None = None  # where the content begins in the raw text
-        self._content_len = 0  # characters of content that were sent
 
     def open(self) -> ChunkChoice:
         """The first delta."""
         return ChunkChoice(self.index, Delta(role="assistant", content=""))
 
     def push(self, tokens: Tokens) -> list[ChunkChoice]:
-        """Take the next tokens; returns the deltas that are decided, reasoning before content."""
-        reasoning: list[str] = []
-        content: list[str] = []
+        """Take the next tokens; returns the deltas that are decided, in the order of the reply's text."""
         for position, token_id in enumerate(tokens.token_ids):
             if self.stopped:
                 break
-            if tokens.logprobs and not self._format.is_special(token_id):
+            if tokens.logprobs and (self._rules.shows_special or not self._format.is_special(token_id)):
                 self._pending.append(_PendingToken(self._raw_len, token_id, tokens.logprobs[position]))
-            self._take(self._detokenizer.push([token_id]), reasoning, content)
+            self._take(self._detokenizer.push([token_id]))
             self.num_tokens += 1
-            self.num_reasoning_tokens += self._splitter.in_reasoning
-        return self._deltas(reasoning, content)
+            self.num_reasoning_tokens += self._parser.in_reasoning
+        return self._writer.take()
 
     def finish(self, reason: FinishReason) -> list[ChunkChoice]:
         """Release what was held back and close the choice with OpenAI's finish reason."""
-        reasoning: list[str] = []
-        content: list[str] = []
         if not self.stopped:
-            self._take(self._detokenizer.flush(), reasoning, content)
-            self._sort(self._splitter.flush(), reasoning, content)
+            self._take(self._detokenizer.flush())
         if not self.stopped:
-            self._send(self._matcher.flush(), content)
-        finish_reason = FinishReason.STOP if self.stopped else reason
-        return [*self._deltas(reasoning, content), ChunkChoice(self.index, Delta(), None, finish_reason.value)]
+            self._handle(self._parser.finish(truncated=reason is FinishReason.LENGTH))
+        self._release_content()
+        return [*self._writer.take(), ChunkChoice(self.index, Delta(), None, self._finish_reason(reason))]
 
-    def _take(self, text: str, reasoning: list[str], content: list[str]) -> None:
+    def _finish_reason(self, reason: FinishReason) -> str:
+        if reason is FinishReason.LENGTH and not self.stopped:
+            return reason.value
+        return TOOL_CALLS if self._num_calls else FinishReason.STOP.value
+
+    def _take(self, text: str) -> None:
         self._raw_len += len(text)
-        self._sort(self._splitter.push(text), reasoning, content)
-
-    def _sort(self, segments: list[Segment], reasoning: list[str], content: list[str]) -> None:
-        for segment in segments:
-            if segment.channel is Channel.REASONING:
-                reasoning.append(segment.text)
-            elif segment.channel is Channel.CONTENT and not self.stopped:
-                if self._content_start is None:
-                    self._content_start = self._split_len
-                emit, self.stopped = self._matcher.push(segment.text)
-                self._send(emit, content)
-            self._split_len += len(segment.text)
-
-    def _send(self, text: str, content: list[str]) -> None:
         if text:
-            content.append(text)
-            self._content_len += len(text)
+            self._handle(self._parser.push(text))
+            if self._parser.is_done:
+                self._release_content()
+                self.stopped = True
 
-    def _deltas(self, reasoning: list[str], content: list[str]) -> list[ChunkChoice]:
-        entries = self._released()
-        deltas = []
-        if reasoning:
-            deltas.append(ChunkChoice(self.index, Delta(reasoning_content="".join(reasoning))))
-        if content:
-            logprobs = ChoiceLogprobs(entries) if entries else None
-            deltas.append(ChunkChoice(self.index, Delta(content="".join(content)), logprobs))
-        return deltas
+    def _handle(self, events: list[ReplyEvent]) -> None:
+        for event in events:
+            if self.stopped:
+                break
+            match event:
+                case ReasoningDelta():
+                    self._writer.reasoning(event.text)
+                case ContentDelta():
+                    self._match(event)
+                case ToolCallStart():
+                    self._release_content()
+                    self._num_calls += 1
+                    self._writer.call(event.index, event.name)
+                case ToolArgumentsDelta():
+                    self._writer.arguments(event.index, event.fragment)
 
-    def _released(self) -> list[TokenLogprob]:
-        """Entries of the tokens whose first character has been sent; tokens before the content are dropped."""
-        begin = self._split_len if self._content_start is None else self._content_start
+    def _match(self, content: ContentDelta) -> None:
+        self._spans.append(content)
+        text, self.stopped = self._matcher.push(content.text)
+        if self.stopped and self._rules.keeps_stop:
+            text += self._matcher.matched or ""
+        self._send(text)
+
+    def _release_content(self) -> None:
+        """Send what may no longer become a stop string, because other things follow."""
+        if self.stopped:
+            return
+        if held := self._matcher.flush():
+            self._send(held)
+            self._matcher = StopMatcher(self._rules.stops)
+
+    def _send(self, text: str) -> None:
+        """Send the next characters of what the matcher was given, with the entries of the tokens that begin in them."""
         entries: list[TokenLogprob] = []
-        while self._pending and self._pending[0].start < begin:
-            self._pending.popleft()
-        while self._pending and self._pending[0].start < begin + self._content_len:
-            entries.append(self._entry(self._pending.popleft()))
+        num_left = len(text)
+        while num_left:
+            span = self._spans.popleft()
+            length = min(num_left, len(span.text))
+            if length < len(span.text):
+                self._spans.appendleft(ContentDelta(span.start + length, span.text[length:]))
+            entries += self._released(span.start, span.start + length)
+            num_left -= length
+        self._writer.content(text, entries)
+
+    def _released(self, begin: int, end: int) -> list[TokenLogprob]:
+        """Entries of the tokens that begin in a piece of content that is being sent; those before it are no content."""
+        entries: list[TokenLogprob] = []
+        while self._pending and self._pending[0].start < end:
+            token = self._pending.popleft()
+            if token.start >= begin:
+                entries.append(self._entry(token))
         return entries
 
     def _entry(self, token: _PendingToken) -> TokenLogprob:
@@ -136,3 +226,10 @@ class ChoiceAssembler:
     def _spell_with(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         text, data = self._spell(token_id)
         return text, max(logprob, LOWEST_LOGPROB), data
+
+
+def _parser(rules: ReplyRules) -> Parser:
+    if rules.thinking_mode is None:
+        return PlainParser()
+    tools = None if rules.schemas is None else ToolCallParser(rules.schemas, rules.max_calls)
+    return ReplyParser(rules.thinking_mode, tools)

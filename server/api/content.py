@@ -50,12 +50,22 @@ def convert(messages: list[Message], limits: MediaLimits) -> Conversation:
             TemplateMessage(
                 role=role,
                 content=_parts(content, f"{param}.content", limits, sources) if isinstance(content, list) else content,
-                reasoning=message.reasoning if message.reasoning_content is None else message.reasoning_content,
+                reasoning=_reasoning(message),
                 tool_calls=tuple(ToolCall(call.function.name, call.function.arguments, call.id) for call in calls),
                 tool_call_id=message.tool_call_id,
             )
         )
     return Conversation(tuple(converted), tuple(sources))
+
+
+def _reasoning(message: Message) -> str | None:
+    """An assistant's earlier reasoning in any of the spellings in use; None when none was sent."""
+    for given in (message.reasoning_content, message.reasoning):
+        if given is not None:
+            return given
+    if message.reasoning_details is None:
+        return None
+    return "".join(detail.text or "" for detail in message.reasoning_details)
 
 
 def _parts(parts: list[Part], param: str, limits: MediaLimits, sources: list[MediaSource]) -> tuple[ContentPart, ...]:

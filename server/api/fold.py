@@ -4,7 +4,30 @@ from collections.abc import Iterable
 
 from msgspec import UNSET
 
-from server.api.wire import Choice, ChoiceLogprobs, ChunkChoice, Message, TokenLogprob
+from server.api.wire import (
+    Choice,
+    ChoiceLogprobs,
+    ChunkChoice,
+    FunctionCall,
+    Message,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+)
+
+
+class _FoldedCall:
+    """What one call's deltas have added up to so far."""
+
+    def __init__(self, first: ToolCallDelta) -> None:
+        assert first.id is not UNSET, "a call begins with its id"
+        assert first.function.name is not UNSET, "a call begins with its name"
+        self.id = first.id
+        self.name = first.function.name
+        self.arguments: list[str] = []
+
+    def call(self) -> ToolCall:
+        return ToolCall(id=self.id, function=FunctionCall(self.name, "".join(self.arguments)))
 
 
 class _FoldedChoice:
@@ -15,6 +38,7 @@ class _FoldedChoice:
         self.role = ""
         self.reasoning: list[str] = []
         self.content: list[str] = []
+        self.calls: dict[int, _FoldedCall] = {}
         self.logprobs: list[TokenLogprob] | None = None
         self.finish_reason = ""
 
@@ -26,6 +50,10 @@ class _FoldedChoice:
             self.reasoning.append(delta.reasoning_content)
         if delta.content is not UNSET:
             self.content.append(delta.content)
+        for part in delta.tool_calls or ():
+            if part.index not in self.calls:
+                self.calls[part.index] = _FoldedCall(part)
+            self.calls[part.index].arguments.append(part.function.arguments)
         if chunk.logprobs is not None:
             self.logprobs = [] if self.logprobs is None else self.logprobs
             self.logprobs += chunk.logprobs.content
@@ -34,7 +62,9 @@ class _FoldedChoice:
 
     def choice(self) -> Choice:
         reasoning = "".join(self.reasoning) or UNSET
-        message = Message(self.role, "".join(self.content), reasoning)
+        calls = [call.call() for call in self.calls.values()] or UNSET
+        content = "".join(self.content) or ("" if calls is UNSET else None)
+        message = Message(self.role, content, reasoning, reasoning, calls)
         logprobs = None if self.logprobs is None else ChoiceLogprobs(self.logprobs)
         return Choice(self.index, message, logprobs, self.finish_reason)
 

@@ -1,4 +1,4 @@
-"""One chat request from its body to its last delta, and everything it holds on the way.
+"""One request from its body to its last delta, and everything it holds on the way, whatever endpoint it came to.
 
 `Generation` owns the request's engine streams and media memory. `close` gives all of it back; it is a plain function, may be
 called at any moment and more than once, and whoever made the generation calls it from a `finally`.
@@ -7,6 +7,7 @@ called at any moment and more than once, and whoever made the generation calls i
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -16,6 +17,7 @@ from server.api.choice import ChoiceAssembler
 from server.api.prepare import Prepared, fit
 from server.api.request_stream import RequestStream
 from server.api.service import Service
+from server.api.validate import Call
 from server.api.wire import ChunkChoice, CompletionDetails, PromptDetails, Usage
 from server.errors import BadRequestError, ContextLengthError, EngineUnavailableError, M3Error, MediaError, RequestFailedError
 from server.media.pipeline import MediaLease
@@ -28,11 +30,15 @@ from server.messages import (
     RequestEvent,
     SamplingParams,
     Submit,
+    TerminalEvent,
+    TokenLogprobs,
     Tokens,
 )
 
 # Proxies commonly close a connection that was silent for 30 s or more.
 HEARTBEAT_S: Final = 10.0
+# Tokens that become text without a pause; a client that was slow may find many more at once.
+MAX_TOKENS_PER_TURN: Final = 256
 
 
 class SharedLease:
@@ -58,10 +64,15 @@ class Generation:
 
     Attributes:
         finished: every choice has its finish reason.
+        prompt_token_ids: the expanded prompt, once started.
+        prompt_logprobs: one entry per token of the prompt but the first, once the first choice has said anything; empty
+            unless asked for.
     """
 
     def __init__(self, service: Service) -> None:
         self.finished = False
+        self.prompt_token_ids: list[int] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self._service = service
         self._arrival_s = time.monotonic()
         self._lease: SharedLease | None = None
@@ -69,25 +80,32 @@ class Generation:
         self._choices: list[ChoiceAssembler] = []
         self._pending: dict[asyncio.Task[RequestEvent], int] = {}
         self._last_token_s: dict[int, float] = {}
-        self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
+        self._num_queued_tokens = 0  # counted in at the service
         self._opened = False
 
-    async def start(self, raw: bytes) -> Prepared:
+    async def start(self, prepare: Callable[[], Prepared]) -> Prepared:
         """Check the request, bring its pictures into shared memory and hand it to the engine.
+
+        Args:
+            prepare: makes the call and the prompt out of whatever the client sent; runs in a thread.
 
         Raises:
             M3Error: what is wrong with the request or with the server.
         """
         service = self._service
-        prepared = await service.in_thread(service.checker.prepare, raw)
+        prepared = await service.in_thread(prepare)
+        call = prepared.call
+        if call.sampling.grammar is not None:
+            await service.grammars.check(call.sampling.grammar, call.format_param)
+        self._queue(len(prepared.prompt.token_ids) * call.num_choices)
         items, token_ids = await self._place_media(prepared)
-        self._num_prompt_tokens = len(token_ids)
-        sampling = fit(prepared.call, len(token_ids), service.max_model_len)
+        self.prompt_token_ids = token_ids
+        sampling = fit(call, len(token_ids), service.max_model_len)
         # The engine's work starts only now; nothing awaits from here on.
         identity = secrets.token_hex(12)
-        for index in range(prepared.call.num_choices):
-            self._submit(f"{identity}-{index}", token_ids, items, sampling, prepared, index)
+        for index in range(call.num_choices):
+            self._submit(f"{identity}-{index}", token_ids, items, sampling, call, index)
         return prepared
 
     async def next(self) -> list[ChunkChoice]:
@@ -108,7 +126,7 @@ class Generation:
             done, _ = await asyncio.wait(self._pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 break
-            deltas = self._take(done)
+            deltas = await self._take(done)
         self.finished = not self._pending
         return deltas
 
@@ -117,9 +135,9 @@ class Generation:
         """What the request cost, the prompt counted once."""
         num_output_tokens = sum(choice.num_tokens for choice in self._choices)
         return Usage(
-            prompt_tokens=self._num_prompt_tokens,
+            prompt_tokens=len(self.prompt_token_ids),
             completion_tokens=num_output_tokens,
-            total_tokens=self._num_prompt_tokens + num_output_tokens,
+            total_tokens=len(self.prompt_token_ids) + num_output_tokens,
             prompt_tokens_details=PromptDetails(self._num_cached_tokens),
             completion_tokens_details=CompletionDetails(sum(choice.num_reasoning_tokens for choice in self._choices)),
         )
@@ -131,6 +149,7 @@ class Generation:
         for task in self._pending:
             task.cancel()
         self._pending.clear()
+        self._unqueue()
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.drop()
@@ -167,13 +186,12 @@ class Generation:
         token_ids: list[int],
         items: tuple[MediaItem, ...],
         sampling: SamplingParams,
-        prepared: Prepared,
+        call: Call,
         index: int,
     ) -> None:
-        call = prepared.call
         if call.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=nth_seed(call.seed, index))
-        message = Submit(request_id, token_ids, sampling, items, call.priority)
+        message = Submit(request_id, token_ids, sampling, items, call.priority, call.cache_salt)
         lease = self._lease
         if lease is None:
             stream = self._service.engine.submit(message)
@@ -185,15 +203,26 @@ class Generation:
                 lease.drop()
                 raise
         self._streams.append(stream)
-        self._choices.append(ChoiceAssembler(index, self._service.chat_format, call.thinking_mode, call.stops))
+        self._choices.append(ChoiceAssembler(index, self._service.chat_format, call.rules))
 
-    def _take(self, done: set[asyncio.Task[RequestEvent]]) -> list[ChunkChoice]:
+    def _queue(self, num_tokens: int) -> None:
+        self._service.queue(num_tokens)
+        self._num_queued_tokens = num_tokens
+
+    def _unqueue(self) -> None:
+        num_tokens, self._num_queued_tokens = self._num_queued_tokens, 0
+        self._service.unqueue(num_tokens)
+
+    async def _take(self, done: set[asyncio.Task[RequestEvent]]) -> list[ChunkChoice]:
         """The deltas of the events that arrived, in the order of the choices."""
         deltas: list[ChunkChoice] = []
         for task in sorted(done, key=self._pending.__getitem__):
             index = self._pending.pop(task)
             event = task.result()
-            deltas += self._on_event(index, event)
+            if isinstance(event, Tokens):
+                deltas += await self._on_tokens(index, event)
+            else:
+                deltas += self._on_end(index, event)
             if isinstance(event, Tokens):
                 self._pending[self._event_of(index)] = index
         return deltas
@@ -201,27 +230,36 @@ class Generation:
     def _event_of(self, index: int) -> asyncio.Task[RequestEvent]:
         return asyncio.ensure_future(anext(self._streams[index]))
 
-    def _on_event(self, index: int, event: RequestEvent) -> list[ChunkChoice]:
+    async def _on_tokens(self, index: int, tokens: Tokens) -> list[ChunkChoice]:
+        self._unqueue()
+        self._observe(index, len(tokens.token_ids))
+        if index == 0:
+            self.prompt_logprobs += tokens.prompt_logprobs
         choice = self._choices[index]
-        match event:
-            case Tokens():
-                self._observe(index, len(event.token_ids))
-                deltas = choice.push(event)
-                if choice.stopped:
-                    self._streams[index].abort()
-                return deltas
-            case Finished():
-                if event.reason is FinishReason.ABORT and not choice.stopped:
-                    raise EngineUnavailableError("the server is shutting down")
-                if index == 0:
-                    self._num_cached_tokens = event.num_cached_tokens
-                deltas = choice.finish(event.reason)
-                self._service.metrics.choice_finished(str(deltas[-1].finish_reason))
-                return deltas
-            case Failed():
-                if choice.stopped:
-                    return choice.finish(FinishReason.STOP)
-                raise failure(event)
+        deltas: list[ChunkChoice] = []
+        for start in range(0, len(tokens.token_ids), MAX_TOKENS_PER_TURN):
+            if start:
+                await asyncio.sleep(0)
+            end = start + MAX_TOKENS_PER_TURN
+            deltas += choice.push(Tokens(tokens.request_id, tokens.token_ids[start:end], tokens.logprobs[start:end]))
+        if choice.stopped:
+            self._streams[index].abort()
+        return deltas
+
+    def _on_end(self, index: int, event: TerminalEvent) -> list[ChunkChoice]:
+        choice = self._choices[index]
+        if isinstance(event, Failed) and not choice.stopped:
+            raise failure(event)
+        reason = FinishReason.STOP
+        if isinstance(event, Finished):
+            if event.reason is FinishReason.ABORT and not choice.stopped:
+                raise EngineUnavailableError("the server is shutting down")
+            reason = event.reason
+            if index == 0:
+                self._num_cached_tokens = event.num_cached_tokens
+        deltas = choice.finish(reason)
+        self._service.metrics.choice_finished(str(deltas[-1].finish_reason))
+        return deltas
 
     def _observe(self, index: int, num_tokens: int) -> None:
         now_s = time.monotonic()

@@ -3,21 +3,26 @@
 Everything here costs time in proportion to the body (JSON, base64, template, tokenizer), so it never runs on the event loop.
 """
 
+from typing import TypeVar
+
 import msgspec
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from server.api.chat_format import ChatFormat, EncodedPrompt
-from server.api.content import MediaLimits, convert
+from server.api.content import Conversation, MediaLimits, convert
 from server.api.problems import from_validation
+from server.api.sampling import Limits
 from server.api.schema import ChatBody
-from server.api.validate import ChatCall, Limits, make_call
+from server.api.validate import Call, ChatCall, make_chat_call
 from server.errors import ContextLengthError
 from server.media.types import MediaSource
 from server.messages import SamplingParams
 
+B = TypeVar("B", bound=BaseModel)
+
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A request before any media or engine work.
+    """A request before any media or engine work; what every endpoint makes out of its own body.
 
     Attributes:
         call: its parameters.
@@ -25,9 +30,9 @@ class Prepared(msgspec.Struct, frozen=True):
         sources: the pictures, in the order of their placeholders.
     """
 
-    call: ChatCall
+    call: Call
     prompt: EncodedPrompt
-    sources: tuple[MediaSource, ...]
+    sources: tuple[MediaSource, ...] = ()
 
 
 class Checker(msgspec.Struct, frozen=True):
@@ -37,26 +42,45 @@ class Checker(msgspec.Struct, frozen=True):
     media_limits: MediaLimits
     chat_format: ChatFormat
 
-    def prepare(self, raw: bytes) -> Prepared:
-        """Parse, check, render and tokenize one body.
+    def prepare_chat(self, raw: bytes) -> Prepared:
+        """Parse, check, render and tokenize the body of a chat request.
 
         Raises:
             M3Error: whatever is wrong with the request, the first fault only.
         """
-        try:
-            body = ChatBody.model_validate_json(raw)
-        except ValidationError as error:
-            raise from_validation(error) from None
-        call = make_call(body, self.limits, self.chat_format.defaults)
-        conversation = convert(body.messages, self.media_limits)
+        body = parse(ChatBody, raw)
+        call = make_chat_call(body, self.limits, self.chat_format)
+        return self.encode(call, convert(body.messages, self.media_limits))
+
+    def encode(self, chat: ChatCall, conversation: Conversation) -> Prepared:
+        """Render and tokenize a conversation, whatever kind of body it came in.
+
+        Raises:
+            BadRequestError: it cannot be rendered.
+            ContextLengthError: it does not fit.
+        """
         max_len = self.limits.max_model_len
-        prompt = self.chat_format.encode_chat(conversation.messages, None, call.thinking_mode, max_tokens=max_len - 1)
+        prompt = self.chat_format.encode_chat(
+            conversation.messages, chat.tools.definitions, chat.thinking_mode, max_tokens=max_len - 1
+        )
         # Pictures only add tokens: a text that is too long is refused before they are looked at.
-        fit(call, len(prompt.token_ids), max_len)
-        return Prepared(call, prompt, tuple(conversation.sources[index] for index in prompt.media_order))
+        fit(chat.call, len(prompt.token_ids), max_len)
+        return Prepared(chat.call, prompt, tuple(conversation.sources[index] for index in prompt.media_order))
 
 
-def fit(call: ChatCall, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+def parse(model: type[B], raw: bytes) -> B:
+    """A body as its model.
+
+    Raises:
+        BadRequestError: the first fault in it.
+    """
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def fit(call: Call, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
     """The call's parameters with the number of tokens that the prompt leaves.
 
     Raises:

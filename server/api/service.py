@@ -20,8 +20,9 @@ from server.api.chat_format import ChatFormat
 from server.api.checkpoint import CheckpointError
 from server.api.content import MediaLimits
 from server.api.engine_client import EngineClient, EngineState
+from server.api.grammar_checker import GrammarChecker
 from server.api.prepare import Checker
-from server.api.validate import Limits
+from server.api.sampling import Limits
 from server.errors import EngineUnavailableError, OverloadedError
 from server.media.config import MediaConfig
 from server.media.pipeline import MediaPipeline
@@ -39,6 +40,8 @@ NUM_THREADS: Final = 4
 # An orderly end after the engine died is given up then: a client that does not read must not keep the process.
 EXIT_DEADLINE_S: Final = 8.0
 EXIT_CODE: Final = 1
+# Prompts of that many whole windows may wait when the operator does not say; more would wait for minutes.
+NUM_QUEUED_WINDOWS: Final = 8
 
 
 class Service:
@@ -56,6 +59,7 @@ class Service:
         engine: EngineClient | None,
         media: MediaPipeline | None,
         chat_format: ChatFormat | None,
+        grammars: GrammarChecker | None,
         *,
         exits_with_engine: bool,
     ) -> None:
@@ -65,9 +69,11 @@ class Service:
         self.metrics = Metrics(settings.model_name, self._snapshot)
         self._engine = engine
         self._chat_format = chat_format
+        self._grammars = grammars
         self._exits_with_engine = exits_with_engine
         self._has_failed = False
         self._num_requests = 0
+        self._num_queued_tokens = 0
         self._ready: Ready | None = None
         self._checker: Checker | None = None
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prepare")
@@ -84,6 +90,12 @@ class Service:
         """The checkpoint's template and tokenizer; exist once the service is ready."""
         assert self._chat_format is not None
         return self._chat_format
+
+    @property
+    def grammars(self) -> GrammarChecker:
+        """The judge of grammars, once the service is ready."""
+        assert self._grammars is not None
+        return self._grammars
 
     @property
     def max_model_len(self) -> int:
@@ -125,6 +137,21 @@ class Service:
         """A request that was admitted has ended."""
         self._num_requests -= 1
 
+    def queue(self, num_tokens: int) -> None:
+        """Count a prompt in that waits for its first token; `unqueue` counts it out. An empty queue takes any prompt.
+
+        Raises:
+            OverloadedError: too many tokens wait already.
+        """
+        limit = self.settings.max_queued_tokens or NUM_QUEUED_WINDOWS * self.max_model_len
+        if self._num_queued_tokens and self._num_queued_tokens + num_tokens > limit:
+            raise OverloadedError("too many prompt tokens wait; retry later")
+        self._num_queued_tokens += num_tokens
+
+    def unqueue(self, num_tokens: int) -> None:
+        """That many tokens do not wait any more."""
+        self._num_queued_tokens -= num_tokens
+
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function` beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
@@ -145,6 +172,8 @@ class Service:
         if self._engine is not None:
             await self._engine.close()
         await self.media.close()
+        if self._grammars is not None:
+            await self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._has_failed and self._exits_with_engine:
             leave()
@@ -171,6 +200,9 @@ class Service:
         if self._chat_format is None:
             self._chat_format = await self.in_thread(ChatFormat.load, self.settings.model)
         self._ready = ready = await self.engine.wait_ready()
+        if self._grammars is None:
+            self._grammars = GrammarChecker(self.settings.model, ready.vocab_size)
+        self._grammars.start()
         self._checker = Checker(
             limits=Limits(
                 model_name=self.settings.model_name,

@@ -37,7 +37,7 @@ def json_schema_grammar(schema: JsonValue, param: str) -> Grammar:
     """
     if not isinstance(schema, dict):
         raise BadRequestError("the schema must be a JSON object", param=param)
-    if _depth(schema) > MAX_SCHEMA_DEPTH:
+    if depth_of(schema) > MAX_SCHEMA_DEPTH:
         raise BadRequestError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep", param=param)
     text = _encode(schema, param)
     if len(text) > MAX_SCHEMA_BYTES:
@@ -94,7 +94,7 @@ def _encode(value: JsonValue | list[str], param: str) -> bytes:
         raise BadRequestError("text must be valid Unicode; it has a lone surrogate", param=param) from None
 
 
-def _depth(value: JsonValue) -> int:
+def depth_of(value: JsonValue) -> int:
     """Levels of nesting, counted up to one more than is allowed; not recursive, because `value` may be deep."""
     level: list[JsonValue] = [value]
     for depth in range(MAX_SCHEMA_DEPTH + 2):

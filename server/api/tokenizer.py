@@ -107,6 +107,10 @@ class Tokenizer:
         """The bytes of every token, with special tokens empty."""
         return [b"" if self.is_special(token_id) else data for token_id, data in enumerate(self._bytes)]
 
+    def all_bytes(self) -> list[bytes]:
+        """The bytes of every token."""
+        return list(self._bytes)
+
 
 def _pieces(text: str) -> Iterator[str]:
     """Cut a long text where the tokenizer cuts it anyway; a text without such a place stays whole."""

@@ -1,165 +1,162 @@
-"""A well-formed body to a frozen call: defaults, ranges that need the model, and the fields that this version refuses.
+"""A well-formed chat body to a frozen call: the fields that only chat has, and those that are refused.
 
-After this nothing re-checks a value. What needs the prompt's length is checked in `generate.py`.
+After this nothing re-checks a value. What needs the prompt's length is checked in `prepare.py`.
 """
 
-import re
 from typing import Final
 
 import msgspec
 
-from server.api.generation_config import GenerationDefaults
+from server.api.chat_format import ChatFormat
+from server.api.choice import ReplyRules
+from server.api.output_format import OutputFormat, reply_format, requested_format
+from server.api.sampling import Limits, check_model, make_sampling, stop_strings
+from server.api.sampling_schema import SamplingBody
 from server.api.schema import ChatBody
-from server.errors import BadRequestError, NotFoundError
+from server.api.tools import CallMode, ToolUse, requested_tools
+from server.errors import BadRequestError
 from server.messages import SamplingParams
 from server.settings import ThinkingMode
 
-TOKEN_ID: Final = re.compile(r"[0-9]{1,10}")
-
-NOT_YET: Final = (
-    "tools",
-    "tool_choice",
-    "functions",
-    "function_call",
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "bad_words",
-    "allowed_token_ids",
-    "prompt_logprobs",
-    "echo",
-    "continue_final_message",
-    "chat_template",
-    "documents",
-    "audio",
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-)
-# Values of those fields that ask for nothing.
-HARMLESS: Final[tuple[object, ...]] = (None, False, "", [], {}, "none", "auto", {"type": "text"})
+# Refused with a reason of their own; a value that asks for nothing is fine.
+REFUSED: Final = {
+    "functions": "functions is not supported; use tools",
+    "function_call": "function_call is not supported; use tool_choice",
+    "echo": "echo is not supported for chats",
+    "continue_final_message": "continue_final_message is not supported",
+    "chat_template": "a request cannot bring a chat template",
+    "documents": "documents is not supported; put them into a message",
+    "audio": "audio is not supported",
+    "mm_processor_kwargs": "mm_processor_kwargs is not supported; options of a picture belong into its image_url",
+    "media_io_kwargs": "media_io_kwargs is not supported",
+}
+HARMLESS: Final[tuple[object, ...]] = (None, False, "", [], {}, "none", "auto")
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """What the model and its end-of-turn tokens allow.
+class StreamForm(msgspec.Struct, frozen=True):
+    """How an answer is sent.
 
     Attributes:
-        model_name: the served name.
-        max_model_len: longest sequence in tokens.
-        vocab_size: width of the logits; ids at or above it cannot be sampled, whatever the tokenizer knows.
-        eos_token_ids: ids that end a turn.
-        thinking_mode: when the request does not choose.
+        stream: as events.
+        include_usage: the last event tells what the request cost.
+        continuous_usage: so does every other event.
     """
 
-    model_name: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    thinking_mode: ThinkingMode
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
 
 
-class ChatCall(msgspec.Struct, frozen=True):
-    """Everything about a request but its messages.
+class Call(msgspec.Struct, frozen=True):
+    """Everything about a request but its prompt.
 
     Attributes:
         sampling: of every choice; `max_tokens` is the whole window when the client did not set it.
+        rules: what the replies are made into.
         max_tokens: what the client set.
         seed: of the first choice; the next ones count up from it.
         num_choices: sequences to generate.
-        stops: strings that end the content.
-        thinking_mode: what the template renders and the reply's parser starts with.
-        stream, include_usage: the answer's form.
         priority: lower runs earlier.
+        cache_salt: separates prefix-cache tenants.
+        format_param: the field that the grammar in `sampling` came from.
+        form: how the answer is sent.
     """
 
     sampling: SamplingParams
-    max_tokens: int | None
-    seed: int | None
-    num_choices: int
-    stops: tuple[str, ...]
+    rules: ReplyRules
+    max_tokens: int | None = None
+    seed: int | None = None
+    num_choices: int = 1
+    priority: int = 0
+    cache_salt: bytes = b""
+    format_param: str = ""
+    form: StreamForm = StreamForm()
+
+
+class ChatCall(msgspec.Struct, frozen=True):
+    """A chat request without its messages: the call, the mode that the template renders, and the tools that it shows."""
+
+    call: Call
     thinking_mode: ThinkingMode
-    stream: bool
-    include_usage: bool
-    priority: int
+    tools: ToolUse
 
 
-def make_call(body: ChatBody, limits: Limits, defaults: GenerationDefaults) -> ChatCall:
+def make_chat_call(body: ChatBody, limits: Limits, chat_format: ChatFormat) -> ChatCall:
     """Check what pydantic cannot and fill in the defaults.
 
     Raises:
         NotFoundError: another model was asked for.
         BadRequestError: everything else; `param` names the field.
     """
-    if body.model not in (None, "", limits.model_name):
-        raise NotFoundError(f"this server serves {limits.model_name}", param="model", code="model_not_found")
-    _refuse_unsupported(body)
+    check_model(body.model, limits)
+    for name, reason in REFUSED.items():
+        if getattr(body, name) not in HARMLESS:
+            raise BadRequestError(reason, param=name, code="unsupported_value")
+    if body.top_logprobs and not body.logprobs:
+        raise BadRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    mode = _thinking_mode(body) or limits.thinking_mode
+    tools = requested_tools(body)
+    wanted = requested_format(body)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = make_sampling(body, limits, chat_format, max_tokens=max_tokens, num_logprobs=num_logprobs)
+    call = make_call(body, sampling, max_tokens, ReplyRules(thinking_mode=mode, stops=stop_strings(body)))
+    return ChatCall(shape_reply(call, mode, tools, wanted, chat_format), mode, tools)
+
+
+def make_call(body: SamplingBody, sampling: SamplingParams, max_tokens: int | None, rules: ReplyRules) -> Call:
+    """A call from the common fields of a body.
+
+    Args:
+        body: what the client sent.
+        sampling: made from it.
+        max_tokens: what the client set, in whatever field.
+        rules: the thinking mode and the stop strings; options of the text are filled in here.
+
+    Raises:
+        BadRequestError: stream options without a stream.
+    """
     if body.stream_options is not None and not body.stream:
         raise BadRequestError("stream_options needs stream to be true", param="stream_options")
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return ChatCall(
-        sampling=_sampling(body, max_tokens, limits, defaults),
+    include_usage = bool(body.stream_options and body.stream_options.include_usage)
+    continuous_usage = include_usage and bool(body.stream_options and body.stream_options.continuous_usage_stats)
+    return Call(
+        sampling=sampling,
+        rules=msgspec.structs.replace(
+            rules, keeps_stop=bool(body.include_stop_str_in_output), shows_special=body.skip_special_tokens is False
+        ),
         max_tokens=max_tokens,
         seed=body.seed,
         num_choices=body.n or 1,
-        stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        thinking_mode=_thinking_mode(body) or limits.thinking_mode,
-        stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
         priority=body.priority or 0,
+        cache_salt=(body.cache_salt or "").encode(),
+        form=StreamForm(bool(body.stream), include_usage, continuous_usage),
     )
 
 
-def _refuse_unsupported(body: ChatBody) -> None:
-    for name in NOT_YET:
-        if getattr(body, name) not in HARMLESS:
-            raise BadRequestError(f"{name} is not supported yet", param=name, code="unsupported_value")
+def shape_reply(call: Call, mode: ThinkingMode, tools: ToolUse, wanted: OutputFormat | None, chat_format: ChatFormat) -> Call:
+    """The call with what its replies must match, and with the calls that are read from them.
 
+    Args:
+        call: without either.
+        mode: what the prompt is rendered with; a format holds behind the reasoning.
+        tools: the request's functions.
+        wanted: the structured output that was asked for.
+        chat_format: knows the markers.
 
-def _sampling(body: ChatBody, max_tokens: int | None, limits: Limits, defaults: GenerationDefaults) -> SamplingParams:
-    min_tokens = body.min_tokens or 0
-    if min_tokens > (limits.max_model_len if max_tokens is None else max_tokens):
-        raise BadRequestError("min_tokens exceeds max_tokens", param="min_tokens")
-    if body.top_logprobs and not body.logprobs:
-        raise BadRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    top_k = max(defaults.top_k if body.top_k is None else body.top_k, 0)
-    return SamplingParams(
-        max_tokens=limits.max_model_len if max_tokens is None else min(max_tokens, limits.max_model_len),
-        temperature=_given(body.temperature, defaults.temperature),
-        top_p=_given(body.top_p, defaults.top_p),
-        top_k=top_k if top_k < limits.vocab_size else 0,
-        min_p=_given(body.min_p, 0.0),
-        presence_penalty=_given(body.presence_penalty, 0.0),
-        frequency_penalty=_given(body.frequency_penalty, 0.0),
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
-        seed=body.seed,
-        logit_bias=_logit_bias(body, limits.vocab_size),
-        stop_token_ids=_stop_token_ids(body, limits),
-        min_tokens=min_tokens,
-        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
-
-
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-def _logit_bias(body: ChatBody, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    biases = {}
-    for key, bias in (body.logit_bias or {}).items():
-        if not TOKEN_ID.fullmatch(key) or int(key) >= vocab_size:
-            raise BadRequestError(f"the keys of logit_bias must be token ids below {vocab_size}", param="logit_bias")
-        biases[int(key)] = bias
-    return tuple(biases.items())
-
-
-def _stop_token_ids(body: ChatBody, limits: Limits) -> tuple[int, ...]:
-    given = body.stop_token_ids or ()
-    if not all(0 <= token_id < limits.vocab_size for token_id in given):
-        raise BadRequestError(f"stop_token_ids must be token ids below {limits.vocab_size}", param="stop_token_ids")
-    ends = () if body.ignore_eos else limits.eos_token_ids
-    return tuple(dict.fromkeys((*ends, *given)))
+    Raises:
+        BadRequestError: tools and format cannot be combined.
+    """
+    sampling = call.sampling
+    if tools.definitions and tools.mode is CallMode.NONE:
+        # The prompt teaches the format of calls; without this token none can be written.
+        sampling = msgspec.structs.replace(sampling, bad_words=(*sampling.bad_words, (chat_format.markers.namespace,)))
+    found = reply_format(wanted, tools, chat_format)
+    if found is not None:
+        sampling = msgspec.structs.replace(sampling, grammar=found.grammar, thinking=chat_format.thinking(mode))
+    rules = msgspec.structs.replace(call.rules, schemas=tools.schemas, max_calls=tools.max_calls)
+    param = "" if found is None else found.param
+    return msgspec.structs.replace(call, sampling=sampling, rules=rules, format_param=param)
 
 
 def _thinking_mode(body: ChatBody) -> ThinkingMode | None:

@@ -35,12 +35,30 @@ class ChoiceLogprobs(msgspec.Struct, frozen=True):
     content: list[TokenLogprob]
 
 
+class FunctionDelta(msgspec.Struct, frozen=True):
+    """What a chunk adds to a call's function; the name comes whole, with the call's first chunk."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """What a chunk adds to a call; `id` and `type` are there in its first chunk only."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta = FunctionDelta()
+
+
 class Delta(msgspec.Struct, frozen=True):
-    """What a chunk adds to the message."""
+    """What a chunk adds to the message: one kind of thing. `reasoning` is another name of `reasoning_content`."""
 
     role: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
@@ -75,7 +93,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a stream. `usage` is null on all but the last chunk of a stream that asked for it, else absent."""
+    """One event of a stream. `usage` is absent unless asked for; then it is null on all chunks but the last, or on none."""
 
     id: str
     object: str = "chat.completion.chunk"
@@ -85,12 +103,29 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class FunctionCall(msgspec.Struct, frozen=True):
+    """A whole call's function; `arguments` is JSON, unless the token limit cut it off."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole call."""
+
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
 class Message(msgspec.Struct, frozen=True):
-    """A whole reply."""
+    """A whole reply. `content` is null when there is nothing but calls; `reasoning` is another name of `reasoning_content`."""
 
     role: str
-    content: str
+    content: str | None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -102,8 +137,19 @@ class Choice(msgspec.Struct, frozen=True):
     finish_reason: str
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One token at a place of the prompt; `rank` counts from 1 and is null for a token that is not among the best."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a request that is not streamed."""
+    """The answer to a request that is not streamed.
+
+    `prompt_logprobs` is absent unless asked for; its first entry is null, the others map token ids to what is known of them.
+    """
 
     id: str
     object: str = "chat.completion"
@@ -111,3 +157,4 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[Choice]
     usage: Usage
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET

@@ -14,7 +14,8 @@ from server.api.app import create_app
 from server.api.chat_format import ChatFormat
 from server.api.engine_client import EngineState
 from server.api.request_stream import RequestStream
-from server.errors import EngineUnavailableError, MediaError, OverloadedError
+from server.errors import BadRequestError, EngineUnavailableError, MediaError, OverloadedError
+from server.grammars import GrammarError, GrammarTokenizer
 from server.media.types import MediaPlan
 from server.messages import (
     Failed,
@@ -38,6 +39,31 @@ def tiny_format():
     return ChatFormat.load(TINY)
 
 
+@functools.cache
+def tiny_grammars():
+    return GrammarTokenizer(TINY, tiny_format().vocab_size)
+
+
+class InlineGrammars:
+    """The interface of `GrammarChecker`, without a process: judges at once."""
+
+    def __init__(self):
+        self.checked = []
+
+    def start(self):
+        pass
+
+    async def close(self):
+        pass
+
+    async def check(self, grammar, param):
+        self.checked.append(grammar)
+        try:
+            tiny_grammars().compile(grammar)
+        except GrammarError as error:
+            raise BadRequestError(str(error), param=param, code="invalid_grammar") from None
+
+
 def ids(text):
     """Token ids of a reply: markers and end-of-turn become their added tokens, as a model would emit them."""
     pieces = tiny_format()._tokenizer.added.split(text)
@@ -59,6 +85,13 @@ class Say:
             return []
         top_ids = tuple(range(sampling.num_logprobs))
         return [TokenLogprobs(-0.5, top_ids, (-1.0,) * len(top_ids)) for _ in token_ids]
+
+    def prompt_logprobs(self, message):
+        """One entry per token of the prompt but the first, as the engine gives them."""
+        num = message.sampling.num_prompt_logprobs
+        if num is None:
+            return []
+        return [TokenLogprobs(-0.25, tuple(range(num)), (-1.0,) * num) for _ in message.prompt_token_ids[1:]]
 
 
 class ScriptedEngine:
@@ -113,12 +146,14 @@ class ScriptedEngine:
 
     async def _play(self, message, script, stream):
         num_tokens = 0
+        prompt_logprobs = script.prompt_logprobs(message)
         for group in script.groups:
             await asyncio.sleep(0)
             if message.request_id not in self._open:
                 return
             num_tokens += len(group)
-            stream.put(Tokens(message.request_id, list(group), script.logprobs(group, message.sampling)))
+            stream.put(Tokens(message.request_id, list(group), script.logprobs(group, message.sampling), prompt_logprobs))
+            prompt_logprobs = []
             self.emitted.set()
         await asyncio.sleep(0)
         if isinstance(script.end, FailureKind):
@@ -218,7 +253,13 @@ def settings_of(**values):
 
 def make_app(engine, media=None, chat_format=None, **settings):
     chat_format = chat_format or tiny_format()
-    return create_app(settings_of(**settings), engine=engine, media=media or ScriptedMedia(), chat_format=chat_format)
+    return create_app(
+        settings_of(**settings),
+        engine=engine,
+        media=media or ScriptedMedia(),
+        chat_format=chat_format,
+        grammars=InlineGrammars(),
+    )
 
 
 @contextlib.asynccontextmanager

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from server.api.choice import ChoiceAssembler
+from server.api.choice import ChoiceAssembler, ReplyRules
 from server.api.fold import Fold
 from server.messages import FinishReason, TokenLogprobs, Tokens
 from server.settings import ThinkingMode
@@ -27,7 +27,7 @@ def logprobs_of(token_ids, with_logprobs):
 
 def assemble(groups, *, mode=ADAPTIVE, stops=(), with_logprobs=False, reason=FinishReason.LENGTH, index=0):
     """All deltas of one choice."""
-    choice = ChoiceAssembler(index, tiny_format(), mode, stops)
+    choice = ChoiceAssembler(index, tiny_format(), ReplyRules(thinking_mode=mode, stops=stops))
     deltas = [choice.open()]
     for group in groups:
         deltas += choice.push(Tokens("r", group, logprobs_of(group, with_logprobs)))

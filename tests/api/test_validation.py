@@ -100,11 +100,8 @@ BAD = [
     (chat(chat_template_kwargs={"enable_thinking": "no"}), "chat_template_kwargs.enable_thinking"),
     (chat(thinking={"type": "loud"}), "thinking.type"),
     (chat(reasoning_effort="huge"), "reasoning_effort"),
-    (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
-    (chat(tool_choice="required"), "tool_choice"),
-    (chat(response_format={"type": "json_object"}), "response_format"),
     (chat(chat_template="{{ 1 }}"), "chat_template"),
-    (chat(guided_json={"type": "object"}), "guided_json"),
+    (chat(functions=[{"name": "f"}]), "functions"),
 ]
 
 

@@ -1,0 +1,133 @@
+"""One request from admission to its last byte, the same for every endpoint that generates.
+
+An endpoint brings a `Form`: how its body becomes a prepared request, and how deltas become its JSON or its events. Everything
+else is here: the place among the open requests, a client that leaves, errors before and after the first byte, metrics.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Final, Protocol
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from server.api.disconnect import ClientGoneError, unless_client_gone
+from server.api.generate import Generation
+from server.api.middleware import request_id
+from server.api.prepare import Prepared
+from server.api.problems import from_bug
+from server.api.service import Service
+from server.api.sse import EventStream
+from server.errors import M3Error
+
+# Nobody reads it; the number is nginx's for a client that closed the connection.
+CLIENT_GONE: Final = 499
+
+
+class Form(Protocol):
+    """One request in the shapes of one API. Made for each request; `prepare` is called first, in a thread."""
+
+    def prepare(self, raw: bytes) -> Prepared:
+        """The body as a call, a prompt and pictures; `call.form.stream` says which of the two forms is sent."""
+        ...
+
+    async def whole(self, generation: Generation) -> bytes:
+        """The whole answer as JSON."""
+        ...
+
+    def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The answer as server-sent events, including those that close it."""
+        ...
+
+    def failed(self, error: M3Error) -> bytes:
+        """The last event of a stream that breaks off."""
+        ...
+
+
+class Exchange:
+    """One request and what it holds."""
+
+    def __init__(self, service: Service, form: Form, identity: str) -> None:
+        self.status = CLIENT_GONE  # until something better is known
+        self.generation = Generation(service)
+        self._service = service
+        self._form = form
+        self._request_id = identity
+        self._is_admitted = False
+        self._is_closed = False
+
+    def admit(self) -> None:
+        """Take a place among the open requests.
+
+        Raises:
+            EngineUnavailableError: the server is not ready.
+            OverloadedError: there is no place.
+        """
+        self._service.admit()
+        self._is_admitted = True
+
+    async def start(self, raw: bytes) -> bool:
+        """Hand the request to the engine; whether it wants a stream."""
+        prepared = await self.generation.start(lambda: self._form.prepare(raw))
+        return prepared.call.form.stream
+
+    async def whole(self) -> bytes:
+        """The whole answer as JSON."""
+        answer = await self._form.whole(self.generation)
+        self.status = 200
+        return answer
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as events. A failure becomes the last event: the status line is long gone."""
+        try:
+            async for part in self._form.events(self.generation):
+                yield part
+            self.status = 200
+        except M3Error as error:
+            yield self._failed(error)
+        except Exception as error:
+            yield self._failed(from_bug(error, self._request_id))
+
+    def close(self) -> None:
+        """Give back what the request holds. Idempotent and synchronous."""
+        self.generation.close()
+        if not self._is_closed:
+            self._is_closed = True
+            if self._is_admitted:
+                self._service.discharge()
+            self._service.metrics.request_ended(self.status, self.generation.elapsed_s())
+
+    def _failed(self, error: M3Error) -> bytes:
+        self.status = error.status
+        return self._form.failed(error)
+
+
+async def answer(request: Request, form: Form) -> Response:
+    """Run one request to its end, or to the response that streams it.
+
+    Raises:
+        M3Error: it failed before its first byte.
+    """
+    service: Service = request.app.state.service
+    identity = request_id(request.scope)
+    exchange = Exchange(service, form, identity)
+    is_streaming = False
+    try:
+        exchange.admit()  # a server that cannot take the request does not read its body
+        raw = await request.body()
+        if await unless_client_gone(request.receive, exchange.start(raw)):
+            is_streaming = True
+            return EventStream(exchange.events(), exchange.close)
+        return Response(await unless_client_gone(request.receive, exchange.whole()), media_type="application/json")
+    except (ClientGoneError, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    except M3Error as error:
+        exchange.status = error.status
+        raise
+    except Exception as error:
+        problem = from_bug(error, identity)
+        exchange.status = problem.status
+        raise problem from None
+    finally:
+        if not is_streaming:
+            exchange.close()
