@@ -1,28 +1,24 @@
 """Block selection of single-token sequences from finished scores: one program per sequence and index head."""
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
-from server.kernels.launch import hint_read, pdl_options, wait_for_inputs
+from server.kernels.launch import pdl_options, wait_for_inputs
 from server.kernels.topk_keys import TopkConfig, select_blocks, topk_config
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_score_head", "stride_score_token", "stride_out_head", "stride_out_token"])
 def _block_topk_decode_kernel(
     scores_ptr,
     seq_lens_ptr,
-    page_table_ptr,
-    warm_ptr,
     out_ptr,
     stride_score_head,
     stride_score_token,
-    stride_table,
-    stride_warm_page,
-    stride_warm_head,
-    stride_warm_value,
-    stride_warm_row,
     stride_out_head,
     stride_out_token,
     PAGE: tl.constexpr,
@@ -32,10 +28,9 @@ def _block_topk_decode_kernel(
     NUM_LOCAL: tl.constexpr,
     P: tl.constexpr,
     MAX: tl.constexpr,
-    WARM_ROW_BYTES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, Hi). WARM_ROW_BYTES > 0 asks for the selected key and value tiles, rows of that many bytes, ahead of time."""
+    """Grid (B, Hi)."""
     wait_for_inputs(PDL)
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     num_blocks = tl.cdiv(tl.load(seq_lens_ptr + b), PAGE)
@@ -43,13 +38,6 @@ def _block_topk_decode_kernel(
     blocks = select_blocks(row, num_blocks, TOPK, WIDTH, NUM_INIT, NUM_LOCAL, P, MAX)
     slots = tl.arange(0, WIDTH)
     tl.store(out_ptr + head * stride_out_head + b * stride_out_token + slots, blocks, mask=slots < TOPK)
-    if WARM_ROW_BYTES > 0 and PDL:
-        ROWS: tl.constexpr = 16  # of a hint; rows of a tile are contiguous
-        pages = tl.load(page_table_ptr + b * stride_table + tl.maximum(blocks, 0)).to(tl.int64)
-        pieces = tl.arange(0, 2 * PAGE // ROWS)
-        offsets = pieces // (PAGE // ROWS) * stride_warm_value + pieces % (PAGE // ROWS) * ROWS * stride_warm_row
-        tiles = warm_ptr + head * stride_warm_head + pages * stride_warm_page
-        hint_read(tiles[:, None] + offsets[None, :], ROWS * WARM_ROW_BYTES)
 
 
 def block_topk_decode(
@@ -60,7 +48,6 @@ def block_topk_decode(
     num_local_blocks: int,
     out: Tensor,
     config: TopkConfig | None = None,
-    warm_lane: Tensor | None = None,
 ) -> None:
     """Select `topk` blocks for B single-token sequences.
 
@@ -73,22 +60,16 @@ def block_topk_decode(
         out: [Hi, B, topk] int32: forced blocks ascending, then by (score descending, block ascending); all blocks ascending,
             then -1, where a sequence has at most `topk`.
         config: how to run; chosen by shape when None.
-        warm_lane: [P, Hi, 2, page, D], whose selected tiles will be read next and should start to come to the cache.
     """
     num_heads, num_tokens, max_blocks = scores.shape
     width = triton.next_power_of_2(topk)
     config = config or topk_config(max_blocks, width)
-    warm = warm_lane if warm_lane is not None else scores.new_empty((0, 0, 0, 0, 0))
     _block_topk_decode_kernel[(num_tokens, num_heads)](
         scores,
         batch.seq_lens,
-        batch.page_table,
-        warm,
         out,
         scores.stride(0),
         scores.stride(1),
-        batch.page_table.stride(0),
-        *warm.stride()[:4],
         out.stride(0),
         out.stride(1),
         PAGE=batch.page_size,
@@ -98,7 +79,6 @@ def block_topk_decode(
         NUM_LOCAL=num_local_blocks,
         P=config.progressions,
         MAX=max(config.progressions, triton.next_power_of_2(max_blocks)),
-        WARM_ROW_BYTES=warm.shape[4] * warm.element_size(),
         num_warps=config.num_warps,
         **pdl_options(scores.device),
     )

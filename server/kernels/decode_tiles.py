@@ -5,6 +5,9 @@ side, so a group of 16 fills a warp-group instruction that 16 rows could not. St
 divided by their sums.
 """
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from server.kernels.launch import pdl_options, wait_for_inputs
 
-MIN_GROUP = 16  # smallest N side of a product; smaller query groups are padded with zeros
+MIN_SIDE = 16  # of a tensor-core product: smaller query groups are padded with zeros, tiles have no fewer keys
 
 
 @dataclass(frozen=True)
@@ -101,15 +104,15 @@ def store_partial(acc_ptr, stats_ptr, peak, total, acc, DIM: tl.constexpr, GROUP
     tl.store(stats_ptr + GROUP_PAD + heads, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
     acc_ptr,
     stats_ptr,
     out_ptr,
     stride_out_token,
     stride_out_head,
+    num_splits,
     NUM_KV_HEADS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -124,20 +127,20 @@ def _merge_kernel(
     wait_for_inputs(PDL)
     unit, first_row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
     rows, heads = tl.arange(0, ROWS), tl.arange(0, GROUP_PAD)
-    stats_ptr += unit * NUM_SPLITS * 2 * GROUP_PAD + heads[None, :]
-    acc_ptr += unit * NUM_SPLITS * DIM * GROUP_PAD + (first_row + rows[:, None]) * GROUP_PAD + heads[None, :]
+    stats_ptr += unit * num_splits * 2 * GROUP_PAD + heads[None, :]
+    acc_ptr += unit * num_splits * DIM * GROUP_PAD + (first_row + rows[:, None]) * GROUP_PAD + heads[None, :]
     peak = tl.full((1, GROUP_PAD), -1e30, tl.float32)
     total = tl.zeros((1, GROUP_PAD), tl.float32)
     acc = tl.zeros((ROWS, GROUP_PAD), tl.float32)
-    for first in range(0, NUM_SPLITS, CHUNK):
+    for first in range(0, num_splits, CHUNK):
         new_peak = peak
         for i in tl.static_range(CHUNK):
-            inside = first + i < NUM_SPLITS
+            inside = heads[None, :] * 0 + first + i < num_splits
             new_peak = tl.maximum(new_peak, tl.load(stats_ptr + (first + i) * 2 * GROUP_PAD, mask=inside, other=-1e30))
         decay = tl.exp2(peak - new_peak)
         total, acc = total * decay, acc * decay
         for i in tl.static_range(CHUNK):
-            inside = first + i < NUM_SPLITS
+            inside = heads[None, :] * 0 + first + i < num_splits
             stats = stats_ptr + (first + i) * 2 * GROUP_PAD
             weight = tl.exp2(tl.load(stats, mask=inside, other=-1e30) - new_peak)
             total += weight * tl.load(stats + GROUP_PAD, mask=inside, other=0.0)
@@ -158,9 +161,9 @@ def merge(partials: Partials, out: Tensor, num_kv_heads: int) -> None:
         out,
         out.stride(0),
         out.stride(1),
+        num_splits,
         NUM_KV_HEADS=num_kv_heads,
-        NUM_SPLITS=num_splits,
-        CHUNK=min(16, num_splits),
+        CHUNK=4 if num_splits <= 4 else 16,
         ROWS=rows,
         GROUP=out.shape[1] // num_kv_heads,
         DIM=dim,

@@ -4,6 +4,9 @@ A unit is a sequence and KV head. Its tiles are cut evenly over programs by its 
 partial results where there are any.
 """
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import math
 from dataclasses import dataclass
 
@@ -12,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
-from server.kernels.decode_tiles import MIN_GROUP, Partials, attend_tile, load_group, merge, store_output, store_partial
+from server.kernels.decode_tiles import MIN_SIDE, Partials, attend_tile, load_group, merge, store_output, store_partial
 from server.kernels.launch import pdl_options, wait_for_inputs
 
 
@@ -26,7 +29,7 @@ class DenseConfig:
     num_warps: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "stride_table"])
 def _dense_decode_kernel(
     q_ptr,
     lane_ptr,
@@ -44,6 +47,7 @@ def _dense_decode_kernel(
     stride_table,
     stride_out_token,
     stride_out_head,
+    num_splits,
     scale_log2,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -51,15 +55,15 @@ def _dense_decode_kernel(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     TILES_PER_PAGE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B * NUM_KV_HEADS * NUM_SPLITS,); KV heads of a split are neighbours. Scratch as in sparse decode."""
+    """Grid (B * NUM_KV_HEADS * num_splits,); KV heads of a split are neighbours. Scratch as in sparse decode."""
     wait_for_inputs(PDL)
     head = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)
-    split = tl.program_id(0) // NUM_KV_HEADS % NUM_SPLITS
-    b = (tl.program_id(0) // (NUM_KV_HEADS * NUM_SPLITS)).to(tl.int64)
+    split = tl.program_id(0) // NUM_KV_HEADS % num_splits
+    b = (tl.program_id(0) // (NUM_KV_HEADS * num_splits)).to(tl.int64)
     seq_len = tl.load(seq_lens_ptr + b)
     queries = load_group(q_ptr + b * stride_q_token + head * GROUP * stride_q_head, stride_q_head, GROUP, DIM, GROUP_PAD)
     page_table_ptr += b * stride_table
@@ -70,7 +74,7 @@ def _dense_decode_kernel(
 
     KEYS: tl.constexpr = PAGE // TILES_PER_PAGE
     num_tiles = tl.cdiv(seq_len, KEYS)
-    per_split = tl.cdiv(num_tiles, NUM_SPLITS)
+    per_split = tl.cdiv(num_tiles, num_splits)
     first = split * per_split
     for tile in tl.range(first, min(first + per_split, num_tiles), num_stages=NUM_STAGES):
         page = tl.load(page_table_ptr + tile // TILES_PER_PAGE).to(tl.int64)
@@ -81,11 +85,11 @@ def _dense_decode_kernel(
 
     total = tl.sum(sums, 0)
     unit = b * NUM_KV_HEADS + head
-    if NUM_SPLITS == 1:
+    if not SPLIT:
         out_ptr += b * stride_out_token + head * GROUP * stride_out_head
         store_output(out_ptr, stride_out_head, total, acc, 0, GROUP, DIM, GROUP_PAD)
     else:
-        partial = unit * NUM_SPLITS + split
+        partial = unit * num_splits + split
         acc_ptr += partial * DIM * GROUP_PAD
         store_partial(acc_ptr, stats_ptr + partial * 2 * GROUP_PAD, peak, total, acc, DIM, GROUP_PAD)
 
@@ -111,7 +115,7 @@ def dense_decode(
     num_tokens, num_heads, dim = q.shape
     num_kv_heads = kv_lane.shape[1]
     group = num_heads // num_kv_heads
-    group_pad = max(MIN_GROUP, triton.next_power_of_2(group))
+    group_pad = max(MIN_SIDE, triton.next_power_of_2(group))
     num_units = num_tokens * num_kv_heads
     config = config or _config(num_units, triton.cdiv(batch.max_seq_len, batch.page_size))
     num_splits = config.num_splits
@@ -133,14 +137,15 @@ def dense_decode(
         batch.page_table.stride(0),
         out.stride(0),
         out.stride(1),
+        num_splits,
         scale * math.log2(math.e),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PAD=group_pad,
         DIM=dim,
         PAGE=batch.page_size,
-        TILES_PER_PAGE=config.tiles_per_page,
-        NUM_SPLITS=num_splits,
+        TILES_PER_PAGE=min(config.tiles_per_page, max(1, batch.page_size // MIN_SIDE)),
+        SPLIT=num_splits > 1,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         **pdl_options(q.device),

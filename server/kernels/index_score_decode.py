@@ -3,6 +3,9 @@
 Programs cut each sequence's pages evenly, so the grid depends on host bounds only and the work on each sequence's length.
 """
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from dataclasses import dataclass
 
 import triton
@@ -52,7 +55,7 @@ def page_maxima(queries, lane_ptr, page, stride_page, stride_key, block, num_key
     return tl.max(scores, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_blocks", "num_pages", "num_splits", "stride_table", "stride_out_head", "stride_out_token"])
 def _index_score_decode_kernel(
     q_ptr,
     lane_ptr,

@@ -4,6 +4,9 @@ A kernel that is launched with `pdl_options` starts while its predecessor still 
 trusts anything in memory; before that it may only give hints, which change no value and are harmless when wrong.
 """
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from functools import cache
 
 import torch

@@ -1,7 +1,7 @@
 """A sparse layer's whole decode attention: scores, selection and attention of single-token sequences.
 
-Equal to `msa_select_decode` and `sparse_decode` one after the other, with fewer waits between them. A small batch starts to
-fetch the selected tiles while it still launches the attention; in a large one every attention program selects by itself.
+Equal to `msa_select_decode` and `sparse_decode` one after the other, but every attention program selects by itself from the
+scores: that costs each a microsecond or two and saves a launch with its wait.
 """
 
 import torch
@@ -9,10 +9,7 @@ from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
 from server.kernels.index_score_decode import launch_scores
-from server.kernels.msa_select_decode import msa_select_decode
 from server.kernels.sparse_decode import HostTier, SelectionRule, sparse_decode
-
-_WARM_BYTES = 36 << 20  # of tiles that the second-level cache may be asked to hold ahead of time
 
 
 def msa_decode(
@@ -40,21 +37,6 @@ def msa_decode(
         host_tier: see `sparse_decode`.
     """
     num_tokens, num_index_heads, _ = index_q.shape
-    tile_bytes = kv_lane[0].numel() * kv_lane.element_size()
-    if num_tokens * rule.topk * tile_bytes <= _WARM_BYTES:
-        selection = torch.empty((num_index_heads, num_tokens, rule.topk), dtype=torch.int32, device=q.device)
-        msa_select_decode(
-            index_q,
-            index_lane,
-            batch,
-            rule.topk,
-            rule.num_init_blocks,
-            rule.num_local_blocks,
-            selection,
-            warm_lane=kv_lane if host_tier is None else None,
-        )
-        sparse_decode(q, kv_lane, selection, batch, scale, out, host_tier)
-        return
     max_blocks = -(-batch.max_seq_len // batch.page_size)
     scores = torch.empty((num_index_heads, num_tokens, max_blocks), dtype=torch.float32, device=q.device)
     launch_scores(

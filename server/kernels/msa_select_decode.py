@@ -20,7 +20,6 @@ def msa_select_decode(
     num_local_blocks: int,
     out: Tensor,
     config: ScoreConfig | None = None,
-    warm_lane: Tensor | None = None,
 ) -> None:
     """Select `topk` blocks for B single-token sequences.
 
@@ -33,7 +32,6 @@ def msa_select_decode(
         num_local_blocks: blocks that end with the own one and are forced, at least 1.
         out: [Hi, B, topk] int32, ordered as in `block_topk_decode`.
         config: how to run the scores; chosen by shape when None.
-        warm_lane: see `block_topk_decode`.
     """
     max_blocks = -(-batch.max_seq_len // batch.page_size)
     scores = torch.empty((index_q.shape[1], index_q.shape[0], max_blocks), dtype=torch.float32, device=index_q.device)
@@ -47,4 +45,4 @@ def msa_select_decode(
         num_local_blocks=num_local_blocks,
         config=config,
     )
-    block_topk_decode(scores, batch, topk, num_init_blocks, num_local_blocks, out, warm_lane=warm_lane)
+    block_topk_decode(scores, batch, topk, num_init_blocks, num_local_blocks, out)

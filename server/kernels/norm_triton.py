@@ -1,5 +1,8 @@
 """Gemma RMSNorm on the GPU, alone and with the residual addition: one program per row, one read and one write of everything."""
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import torch
 import triton
 import triton.language as tl

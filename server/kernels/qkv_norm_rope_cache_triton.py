@@ -4,6 +4,9 @@ A program takes one token and a few neighbouring heads; which norm weight and wh
 place in the packed row, so heads of different kinds may meet in a program.
 """
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import torch
 import triton
 import triton.language as tl
@@ -88,17 +91,27 @@ def _qkv_kernel(
         kv_head = (head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)).to(tl.int64)
         tile = kv_ptr + page * stride_kv_page + kv_head * stride_kv_head + tl.where(is_value, stride_kv_value, 0)
         cached = result.to(kv_ptr.dtype.element_ty)
-        tl.store(tile + offset * stride_kv_row + dims, cached, mask=mask & (head >= NUM_HEADS) & (slot >= 0))
+        tl.store(tile + offset * stride_kv_row + dims, cached, mask=mask & (head >= NUM_HEADS) & (slot + head * 0 >= 0))
     else:
-        head, dims = (group - MAIN_GROUPS) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, INDEX_DIM)[None, :]
-        rows = qkv_ptr + NUM_MAIN * DIM + head * INDEX_DIM
-        mask, is_key = head <= NUM_INDEX_HEADS, head == NUM_INDEX_HEADS
-        rotated, _ = _norm_rope(rows, mask, index_q_norm_ptr, index_k_norm_ptr, is_key, cos_sin_row, eps, INDEX_DIM, HALF)
-        result = rotated.to(dtype)
-        queries = index_q_ptr + (token * NUM_INDEX_HEADS + head) * INDEX_DIM + dims
-        tl.store(queries, result, mask=head < NUM_INDEX_HEADS)
-        keys = index_ptr + page * stride_index_page + offset * stride_index_row + dims + head * 0
-        tl.store(keys, result.to(index_ptr.dtype.element_ty), mask=is_key & (slot >= 0))
+        index_head, index_dims = (group - MAIN_GROUPS) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, INDEX_DIM)[None, :]
+        rows = qkv_ptr + NUM_MAIN * DIM + index_head * INDEX_DIM
+        is_key = index_head == NUM_INDEX_HEADS
+        turned, _ = _norm_rope(
+            rows,
+            index_head <= NUM_INDEX_HEADS,
+            index_q_norm_ptr,
+            index_k_norm_ptr,
+            is_key,
+            cos_sin_row,
+            eps,
+            INDEX_DIM,
+            HALF,
+        )
+        queries = index_q_ptr + (token * NUM_INDEX_HEADS + index_head) * INDEX_DIM + index_dims
+        tl.store(queries, turned.to(dtype), mask=index_head < NUM_INDEX_HEADS)
+        key_row = index_ptr + page * stride_index_page + offset * stride_index_row
+        key = turned.to(dtype).to(index_ptr.dtype.element_ty)
+        tl.store(key_row + index_dims + index_head * 0, key, mask=is_key & (slot + index_head * 0 >= 0))
 
 
 def qkv_norm_rope_cache_triton(

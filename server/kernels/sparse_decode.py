@@ -4,6 +4,9 @@ A unit is a sequence and KV head. Its tiles (pages, or parts of a page) are cut 
 their partial results where there are any.
 """
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import math
 from dataclasses import dataclass
 
@@ -12,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
-from server.kernels.decode_tiles import MIN_GROUP, Partials, attend_tile, load_group, merge, store_output, store_partial
+from server.kernels.decode_tiles import MIN_SIDE, Partials, attend_tile, load_group, merge, store_output, store_partial
 from server.kernels.launch import pdl_options, wait_for_inputs
 from server.kernels.topk_keys import select_blocks, topk_config
 
@@ -49,7 +52,7 @@ class SparseConfig:
     num_warps: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "stride_table", "stride_selection_head", "stride_selection_token"])
 def _sparse_decode_kernel(
     q_ptr,
     lane_ptr,
@@ -72,6 +75,7 @@ def _sparse_decode_kernel(
     stride_out_token,
     stride_out_head,
     host_offset,
+    num_splits,
     scale_log2,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -80,7 +84,8 @@ def _sparse_decode_kernel(
     PAGE: tl.constexpr,
     TOPK: tl.constexpr,
     TILES_PER_PAGE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ONE_TILE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     HOST_TIER: tl.constexpr,
     SELECT: tl.constexpr,
@@ -91,14 +96,13 @@ def _sparse_decode_kernel(
     MAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B * NUM_KV_HEADS * NUM_SPLITS,).
+    """Grid (B * NUM_KV_HEADS * num_splits,).
 
-    `acc` [units, NUM_SPLITS, DIM, GROUP_PAD] and `stats` [units, NUM_SPLITS, 2, GROUP_PAD] are fp32 scratch. `host_offset` is
+    `acc` [units, num_splits, DIM, GROUP_PAD] and `stats` [units, num_splits, 2, GROUP_PAD] are fp32 scratch. `host_offset` is
     the distance in elements from the GPU's lane to the host's: both are one address space to the kernel.
     """
     KEYS: tl.constexpr = PAGE // TILES_PER_PAGE
-    PER_SPLIT: tl.constexpr = (TOPK * TILES_PER_PAGE + NUM_SPLITS - 1) // NUM_SPLITS
-    unit, split = (tl.program_id(0) // NUM_SPLITS).to(tl.int64), tl.program_id(0) % NUM_SPLITS
+    unit, split = (tl.program_id(0) // num_splits).to(tl.int64), tl.program_id(0) % num_splits
     b, head = unit // NUM_KV_HEADS, unit % NUM_KV_HEADS
     wait_for_inputs(PDL)
     seq_len = tl.load(seq_lens_ptr + b)
@@ -118,13 +122,16 @@ def _sparse_decode_kernel(
     sums = tl.zeros((KEYS, GROUP_PAD), tl.float32)
     acc = tl.zeros((DIM, GROUP_PAD), tl.float32)
 
-    if PER_SPLIT == 1:
+    if ONE_TILE:
+        first_tile = split
         # Known without the length, which shortens the chain of loads. The useless bound keeps the loop a loop, whose copies of
         # keys and values are both in flight before the first product.
         last_tile = min(split + 1, TOPK * TILES_PER_PAGE)
     else:
-        last_tile = min((split + 1) * PER_SPLIT, min(tl.cdiv(seq_len, PAGE), TOPK) * TILES_PER_PAGE)
-    for tile in tl.range(split * PER_SPLIT, last_tile, num_stages=NUM_STAGES):
+        per_split = tl.cdiv(TOPK * TILES_PER_PAGE, num_splits)
+        first_tile = split * per_split
+        last_tile = min(first_tile + per_split, min(tl.cdiv(seq_len, PAGE), TOPK) * TILES_PER_PAGE)
+    for tile in tl.range(first_tile, last_tile, num_stages=NUM_STAGES):
         here = choices == tile // TILES_PER_PAGE
         start = tile % TILES_PER_PAGE * KEYS
         slot = tl.sum(tl.where(here, slots, 0), 0).to(tl.int64)
@@ -139,11 +146,11 @@ def _sparse_decode_kernel(
         )
 
     total = tl.sum(sums, 0)
-    if NUM_SPLITS == 1:
+    if not SPLIT:
         out_ptr += b * stride_out_token + head * GROUP * stride_out_head
         store_output(out_ptr, stride_out_head, total, acc, 0, GROUP, DIM, GROUP_PAD)
     else:
-        partial = unit * NUM_SPLITS + split
+        partial = unit * num_splits + split
         acc_ptr += partial * DIM * GROUP_PAD
         store_partial(acc_ptr, stats_ptr + partial * 2 * GROUP_PAD, peak, total, acc, DIM, GROUP_PAD)
 
@@ -185,12 +192,14 @@ def sparse_decode(
     topk = rule.topk if rule else max_blocks
     width = triton.next_power_of_2(topk)
     group = num_heads // num_kv_heads
-    group_pad = max(MIN_GROUP, triton.next_power_of_2(group))
+    group_pad = max(MIN_SIDE, triton.next_power_of_2(group))
     num_units = num_tokens * num_kv_heads
     config = config or _config(num_units, topk)
-    partials = Partials.empty(num_units, config.num_splits, dim, group_pad, q.device)
+    num_splits = config.num_splits
+    tiles_per_page = min(config.tiles_per_page, max(1, batch.page_size // MIN_SIDE))
+    partials = Partials.empty(num_units, num_splits, dim, group_pad, q.device)
     progressions = topk_config(max_blocks, width).progressions if rule else width
-    _sparse_decode_kernel[(num_units * config.num_splits,)](
+    _sparse_decode_kernel[(num_units * num_splits,)](
         q,
         kv_lane,
         selection,
@@ -212,6 +221,7 @@ def sparse_decode(
         out.stride(0),
         out.stride(1),
         _host_offset(kv_lane, host_tier) if host_tier else 0,
+        num_splits,
         scale * math.log2(math.e),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -225,14 +235,15 @@ def sparse_decode(
         NUM_LOCAL=rule.num_local_blocks if rule else 0,
         P=progressions,
         MAX=max(progressions, triton.next_power_of_2(max_blocks)),
-        TILES_PER_PAGE=config.tiles_per_page,
-        NUM_SPLITS=config.num_splits,
+        TILES_PER_PAGE=tiles_per_page,
+        SPLIT=num_splits > 1,
+        ONE_TILE=num_splits >= topk * tiles_per_page,
         NUM_STAGES=config.num_stages,
         HOST_TIER=host_tier is not None,
         num_warps=config.num_warps,
         **pdl_options(q.device),
     )
-    if config.num_splits > 1:
+    if num_splits > 1:
         merge(partials, out, num_kv_heads)
 
 

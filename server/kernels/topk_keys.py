@@ -6,6 +6,9 @@ progressions with the best maxima, which are cut into P / K each, until a progre
 that is one small sort up to n = 256 and two up to n = 4,096.
 """
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from dataclasses import dataclass
 
 import triton

@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from server.kernels.dense_decode import DenseConfig, dense_decode
-from server.kernels.sparse_decode import HostTier, SparseConfig, sparse_decode
+from server.kernels.msa_decode import msa_decode
+from server.kernels.msa_select_decode import msa_select_decode
+from server.kernels.sparse_decode import HostTier, SelectionRule, SparseConfig, sparse_decode
 from tests.kernels.prefill_reference import reference_attention, relative_error
-from tests.paged import filled_kv_lane, paged_case
+from tests.paged import filled_index_lane, filled_kv_lane, paged_case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, DIM, KV_HEADS, TOPK, SCALE = 16, 16, 2, 4, 0.3
@@ -126,6 +128,19 @@ def test_a_host_lane_of_another_layout_is_refused():
     tier = HostTier(lane.cpu().transpose(1, 2), torch.zeros(lane.shape[0], dtype=torch.int32, device=DEVICE))
     with pytest.raises(ValueError, match="strides"):
         sparse_decode(q, lane, random_selection(batch), batch, SCALE, torch.empty_like(q), host_tier=tier)
+
+
+@pytest.mark.parametrize("rule", [SelectionRule(4, 0, 1), SelectionRule(3, 1, 1)], ids=["released", "an initial block too"])
+def test_selecting_inside_the_attention_gives_what_the_two_ops_give(rule):
+    case = paged_case([1] * len(RAGGED), RAGGED, PAGE, device=DEVICE)
+    batch, q, lane, contents = make(RAGGED)
+    index_lane, _ = filled_index_lane(case, DIM)
+    index_q = torch.randn((len(RAGGED), KV_HEADS, DIM), generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    selection = torch.empty((KV_HEADS, len(RAGGED), rule.topk), dtype=torch.int32, device=DEVICE)
+    msa_select_decode(index_q, index_lane, batch, rule.topk, rule.num_init_blocks, rule.num_local_blocks, selection)
+    out = torch.full_like(q, torch.nan)
+    msa_decode(q, index_q, lane, index_lane, batch, rule, SCALE, out)
+    assert relative_error(out, reference_attention(q, contents, selection, batch, SCALE)) < 1e-6
 
 
 @pytest.mark.parametrize("config", [None, DenseConfig(1, 1, 2, 4), DenseConfig(3, 2, 3, 4)], ids=["default", "one", "three"])
