@@ -88,7 +88,7 @@ class ChatForm:
     def _prompt_logprobs(self, generation: Generation) -> list[dict[str, PromptLogprob] | None] | UnsetType:
         if not self._wants_prompt_logprobs:
             return UNSET
-        token_ids, entries = generation.prompt_token_ids[1:], generation.prompt_logprobs
+        token_ids, entries = generation.prompts[0][1:], generation.prompt_logprobs[0]
         return prompt_logprobs(token_ids, entries, self._service.chat_format)
 
 

@@ -119,6 +119,11 @@ class ChoiceAssembler:
         self._num_calls = 0  # calls that were sent
         self._raw_len = 0  # characters that the detokenizer gave
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the content."""
+        return self._matcher.matched
+
     def open(self) -> ChunkChoice:
         """The first delta."""
         return ChunkChoice(self.index, Delta(role="assistant", content=""))

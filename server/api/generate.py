@@ -64,22 +64,26 @@ class Generation:
 
     Attributes:
         finished: every choice has its finish reason.
-        prompt_token_ids: the expanded prompt, once started.
-        prompt_logprobs: one entry per token of the prompt but the first, once the first choice has said anything; empty
+        first_token_s: arrival to first token; None before.
+        prompts: the token ids of the expanded prompts, once started; the choices of each stand together, in this order.
+        prompt_logprobs: for each prompt, one entry per token but the first, once its first choice has said anything; empty
             unless asked for.
     """
 
     def __init__(self, service: Service) -> None:
         self.finished = False
-        self.prompt_token_ids: list[int] = []
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.first_token_s: float | None = None
+        self.prompts: list[list[int]] = []
+        self.prompt_logprobs: list[list[TokenLogprobs]] = []
         self._service = service
+        self._id = secrets.token_hex(12)
         self._arrival_s = time.monotonic()
         self._lease: SharedLease | None = None
         self._streams: list[RequestStream] = []
         self._choices: list[ChoiceAssembler] = []
         self._pending: dict[asyncio.Task[RequestEvent], int] = {}
         self._last_token_s: dict[int, float] = {}
+        self._num_choices = 1  # of each prompt
         self._num_cached_tokens = 0
         self._num_queued_tokens = 0  # counted in at the service
         self._opened = False
@@ -98,14 +102,18 @@ class Generation:
         call = prepared.call
         if call.sampling.grammar is not None:
             await service.grammars.check(call.sampling.grammar, call.format_param)
-        self._queue(len(prepared.prompt.token_ids) * call.num_choices)
+        num_tokens = sum(len(token_ids) for token_ids in (prepared.prompt.token_ids, *prepared.more_prompts))
+        self._queue(num_tokens * call.num_choices)
         items, token_ids = await self._place_media(prepared)
-        self.prompt_token_ids = token_ids
-        sampling = fit(call, len(token_ids), service.max_model_len)
+        self.prompts = [token_ids, *prepared.more_prompts]
+        self.prompt_logprobs = [[] for _ in self.prompts]
+        self._num_choices = call.num_choices
+        samplings = [fit(call, len(prompt), service.max_model_len) for prompt in self.prompts]
         # The engine's work starts only now; nothing awaits from here on.
-        identity = secrets.token_hex(12)
-        for index in range(call.num_choices):
-            self._submit(f"{identity}-{index}", token_ids, items, sampling, call, index)
+        for prompt, sampling in zip(self.prompts, samplings, strict=True):
+            for _ in range(call.num_choices):
+                self._submit(prompt, items, sampling, call)
+            items = ()
         return prepared
 
     async def next(self) -> list[ChunkChoice]:
@@ -132,15 +140,21 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """What the request cost, the prompt counted once."""
+        """What the request cost, every prompt counted once."""
+        num_prompt_tokens = sum(map(len, self.prompts))
         num_output_tokens = sum(choice.num_tokens for choice in self._choices)
         return Usage(
-            prompt_tokens=len(self.prompt_token_ids),
+            prompt_tokens=num_prompt_tokens,
             completion_tokens=num_output_tokens,
-            total_tokens=len(self.prompt_token_ids) + num_output_tokens,
+            total_tokens=num_prompt_tokens + num_output_tokens,
             prompt_tokens_details=PromptDetails(self._num_cached_tokens),
             completion_tokens_details=CompletionDetails(sum(choice.num_reasoning_tokens for choice in self._choices)),
         )
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the first choice's content."""
+        return self._choices[0].stop_string
 
     def close(self) -> None:
         """Abort what still runs and let the media go, as soon as the engine does not read them any more."""
@@ -180,18 +194,12 @@ class Generation:
         )
         return items, prompt.token_ids
 
-    def _submit(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        items: tuple[MediaItem, ...],
-        sampling: SamplingParams,
-        call: Call,
-        index: int,
-    ) -> None:
+    def _submit(self, token_ids: list[int], items: tuple[MediaItem, ...], sampling: SamplingParams, call: Call) -> None:
+        """Start the next choice."""
+        index = len(self._choices)
         if call.seed is not None:
-            sampling = msgspec.structs.replace(sampling, seed=nth_seed(call.seed, index))
-        message = Submit(request_id, token_ids, sampling, items, call.priority, call.cache_salt)
+            sampling = msgspec.structs.replace(sampling, seed=nth_seed(call.seed, index % self._num_choices))
+        message = Submit(f"{self._id}-{index}", token_ids, sampling, items, call.priority, call.cache_salt)
         lease = self._lease
         if lease is None:
             stream = self._service.engine.submit(message)
@@ -233,8 +241,8 @@ class Generation:
     async def _on_tokens(self, index: int, tokens: Tokens) -> list[ChunkChoice]:
         self._unqueue()
         self._observe(index, len(tokens.token_ids))
-        if index == 0:
-            self.prompt_logprobs += tokens.prompt_logprobs
+        if index % self._num_choices == 0:
+            self.prompt_logprobs[index // self._num_choices] += tokens.prompt_logprobs
         choice = self._choices[index]
         deltas: list[ChunkChoice] = []
         for start in range(0, len(tokens.token_ids), MAX_TOKENS_PER_TURN):
@@ -255,8 +263,8 @@ class Generation:
             if event.reason is FinishReason.ABORT and not choice.stopped:
                 raise EngineUnavailableError("the server is shutting down")
             reason = event.reason
-            if index == 0:
-                self._num_cached_tokens = event.num_cached_tokens
+            if index % self._num_choices == 0:
+                self._num_cached_tokens += event.num_cached_tokens
         deltas = choice.finish(reason)
         self._service.metrics.choice_finished(str(deltas[-1].finish_reason))
         return deltas
@@ -264,6 +272,7 @@ class Generation:
     def _observe(self, index: int, num_tokens: int) -> None:
         now_s = time.monotonic()
         if not self._last_token_s:
+            self.first_token_s = round(now_s - self._arrival_s, 4)
             self._service.metrics.first_token(now_s - self._arrival_s)
         if index in self._last_token_s:
             self._service.metrics.next_tokens(now_s - self._last_token_s[index], num_tokens)

@@ -28,11 +28,13 @@ class Prepared(msgspec.Struct, frozen=True):
         call: its parameters.
         prompt: tokens with one placeholder per picture.
         sources: the pictures, in the order of their placeholders.
+        more_prompts: prompts without pictures that are answered beside it, with choices of their own.
     """
 
     call: Call
     prompt: EncodedPrompt
     sources: tuple[MediaSource, ...] = ()
+    more_prompts: tuple[list[int], ...] = ()
 
 
 class Checker(msgspec.Struct, frozen=True):
@@ -91,10 +93,10 @@ def fit(call: Call, num_prompt_tokens: int, max_model_len: int) -> SamplingParam
         raise ContextLengthError(
             f"the prompt has {num_prompt_tokens} tokens and the longest sequence is {max_model_len} tokens", param="messages"
         )
-    if call.max_tokens is not None and call.max_tokens > num_left:
+    if call.max_tokens is not None and call.max_tokens > num_left and not call.ends_with_window:
         raise ContextLengthError(
             f"the prompt has {num_prompt_tokens} tokens, so at most {num_left} of {max_model_len} are left"
             f" and {call.max_tokens} were asked for",
             param="max_tokens",
         )
-    return msgspec.structs.replace(call.sampling, max_tokens=call.max_tokens or num_left)
+    return msgspec.structs.replace(call.sampling, max_tokens=min(call.max_tokens or num_left, num_left))

@@ -54,8 +54,9 @@ class Call(msgspec.Struct, frozen=True):
         sampling: of every choice; `max_tokens` is the whole window when the client did not set it.
         rules: what the replies are made into.
         max_tokens: what the client set.
-        seed: of the first choice; the next ones count up from it.
-        num_choices: sequences to generate.
+        ends_with_window: a `max_tokens` beyond the window's end means its end; otherwise it is an error.
+        seed: of a prompt's first choice; the next ones count up from it.
+        num_choices: sequences to generate for each prompt.
         priority: lower runs earlier.
         cache_salt: separates prefix-cache tenants.
         format_param: the field that the grammar in `sampling` came from.
@@ -65,6 +66,7 @@ class Call(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     rules: ReplyRules
     max_tokens: int | None = None
+    ends_with_window: bool = False
     seed: int | None = None
     num_choices: int = 1
     priority: int = 0
