@@ -51,6 +51,14 @@ class MediaError(BadRequestError):
     code = "invalid_media"
 
 
+class AuthenticationError(M3Error):
+    """No API key, or one that is not valid."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
 class NotFoundError(M3Error):
     """Unknown model or route."""
 

@@ -3,7 +3,6 @@
 One process serves one engine. Settings come from the environment; a fault in them ends the process with one line.
 """
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -12,7 +11,8 @@ import sys
 from fastapi import FastAPI
 
 from server.api.app import create_app
-from server.settings import LogLevel, SettingsError, load_settings
+from server.logs import configure
+from server.settings import LogFormat, SettingsError, load_settings
 
 EXIT_USAGE = 2
 
@@ -21,12 +21,6 @@ def refuse(message: str) -> SystemExit:
     """Say why the server does not start."""
     print(f"m3-server: {message}", file=sys.stderr, flush=True)
     return SystemExit(EXIT_USAGE)
-
-
-def configure_logging(level: LogLevel) -> None:
-    """Our own log goes to stderr beside uvicorn's; content of requests never goes there."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("server").setLevel(level.value.upper())
 
 
 def build() -> FastAPI:
@@ -41,10 +35,10 @@ def build() -> FastAPI:
         raise refuse("--workers and --reload are not supported: every worker would load the model; run one process per model")
     try:
         settings = load_settings()
+        configure(settings.log_level.value, as_json=settings.log_format is LogFormat.JSON)
+        return create_app(settings, exits_with_engine=True)
     except SettingsError as error:
         raise refuse(str(error)) from None
-    configure_logging(settings.log_level)
-    return create_app(settings, exits_with_engine=True)
 
 
 app = build()

@@ -38,12 +38,14 @@ class EngineSnapshot:
         num_open: sequences without a terminal event.
         page_size: tokens per page, once known.
         stats: the engine's latest statistics by field name; empty before the first.
+        num_queued_tokens: prompt tokens of requests without a first token.
     """
 
     is_up: bool
     num_open: int
     page_size: int | None
     stats: Mapping[str, float]
+    num_queued_tokens: int = 0
 
 
 # Name of the family, name of the statistic, help.
@@ -81,6 +83,9 @@ class EngineCollector(Collector):
         snapshot = self._snapshot()
         yield GaugeMetricFamily("m3_engine_up", "1 while the engine takes requests.", float(snapshot.is_up))
         yield GaugeMetricFamily("m3_sequences_open", "Sequences without a terminal event.", snapshot.num_open)
+        yield GaugeMetricFamily(
+            "m3_queued_prompt_tokens", "Prompt tokens of requests without a first token.", snapshot.num_queued_tokens
+        )
         if not snapshot.stats:
             return
         for name, statistic, text in GAUGES:
@@ -114,7 +119,7 @@ class Metrics:
         self.registry.register(EngineCollector(model_name, snapshot))
         ProcessCollector(registry=self.registry)
         self._requests = Counter(
-            "m3_requests", "Chat requests by status; 499 is a client that left.", ["status"], registry=self.registry
+            "m3_requests", "Requests for an answer by status; 499 is a client that left.", ["status"], registry=self.registry
         )
         self._choices = Counter("m3_choices", "Finished choices by reason.", ["finish_reason"], registry=self.registry)
         self._media_items = Counter("m3_media_items", "Pictures decoded.", registry=self.registry)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "M3_"
@@ -56,6 +56,13 @@ class LogLevel(enum.StrEnum):
     ERROR = "error"
 
 
+class LogFormat(enum.StrEnum):
+    """What a line of log is."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 class Settings(BaseSettings):
     """Everything an operator can set. The field's description is the flag's help text."""
 
@@ -89,7 +96,20 @@ class Settings(BaseSettings):
     max_image_bytes: PositiveInt = Field(30 << 20, description="encoded size of one picture")
     max_body_bytes: PositiveInt = Field(64 << 20, description="size of an HTTP request body")
     engine_start_timeout_s: PositiveFloat = Field(3600.0, description="the model must be loaded by then")
+    slow_client_timeout_s: PositiveFloat = Field(
+        120.0, description="a stream is given up when its client reads nothing for that long"
+    )
+    api_keys: SecretStr | None = Field(
+        None, description="keys that clients must send, separated by commas; better in the environment or in a file"
+    )
+    api_keys_file: Path | None = Field(None, description="file with one key per line; lines that begin with # are skipped")
+    admin_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
+        None, description="a port of its own for metrics and health; metrics are on the main port if unset"
+    )
+    admin_host: str = Field("127.0.0.1", description="address of the admin port")
     log_level: LogLevel = Field(LogLevel.INFO, description="verbosity of the log")
+    log_format: LogFormat = Field(LogFormat.TEXT, description="text, or json with one object per line")
+    log_content: bool = Field(False, description="let the log show what clients send")
 
     @property
     def model_name(self) -> str:

@@ -1,5 +1,6 @@
 """The ASGI application: routes, middleware, error shapes, and a lifespan that starts and stops the service."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -7,6 +8,9 @@ from fastapi import FastAPI
 
 from server import __version__
 from server.api import chat, health, models
+from server.api.access_log import AccessLogMiddleware
+from server.api.admin import AdminServer
+from server.api.auth import ApiKeys, AuthMiddleware
 from server.api.chat_format import ChatFormat
 from server.api.engine_client import EngineClient
 from server.api.grammar_checker import GrammarChecker
@@ -38,23 +42,36 @@ def create_app(
         grammars: what to use instead of a process that judges grammars.
         exits_with_engine: end the process with a non-zero code when the engine cannot start or dies; for a process that
             serves nothing else.
+
+    Raises:
+        SettingsError: the API keys cannot be used.
     """
+    keys = ApiKeys.from_settings(settings)
     service = Service(settings, engine, media, chat_format, grammars, exits_with_engine=exits_with_engine)
+    admin = None if settings.admin_port is None else AdminServer(service, settings.admin_host, settings.admin_port)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
+            if admin is not None:
+                admin.start()
             await service.start()
             yield
         finally:
             await service.stop()
+            if admin is not None:
+                await asyncio.to_thread(admin.stop)
 
     app = FastAPI(title="m3-server", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
-    for router in (chat.router, models.router, health.router):
+    app.state.admin = admin
+    routers = [chat.router, models.router, models.version_router, health.router]
+    for router in [*routers, health.metrics_router] if admin is None else routers:
         app.include_router(router)
     describe(app, ChatBody)
     install_handlers(app)
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
+    app.add_middleware(AuthMiddleware, keys=keys)
+    app.add_middleware(AccessLogMiddleware)
     app.add_middleware(RequestIdMiddleware)  # added last, so it is outermost
     return app

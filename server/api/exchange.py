@@ -11,6 +11,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from server.api.access_log import Note, note_of
 from server.api.disconnect import ClientGoneError, unless_client_gone
 from server.api.generate import Generation
 from server.api.middleware import request_id
@@ -20,6 +21,7 @@ from server.api.service import Service
 from server.api.sse import EventStream
 from server.errors import M3Error
 
+MAX_LOGGED_LEN: Final = 32_768
 # Nobody reads it; the number is nginx's for a client that closed the connection.
 CLIENT_GONE: Final = 499
 
@@ -47,12 +49,13 @@ class Form(Protocol):
 class Exchange:
     """One request and what it holds."""
 
-    def __init__(self, service: Service, form: Form, identity: str) -> None:
+    def __init__(self, service: Service, form: Form, identity: str, note: Note) -> None:
         self.status = CLIENT_GONE  # until something better is known
         self.generation = Generation(service)
         self._service = service
         self._form = form
         self._request_id = identity
+        self._note = note
         self._is_admitted = False
         self._is_closed = False
 
@@ -68,7 +71,10 @@ class Exchange:
 
     async def start(self, raw: bytes) -> bool:
         """Hand the request to the engine; whether it wants a stream."""
+        if self._service.settings.log_content:
+            self._note.body = raw[:MAX_LOGGED_LEN].decode(errors="replace")
         prepared = await self.generation.start(lambda: self._form.prepare(raw))
+        self._note.stream = prepared.call.form.stream
         return prepared.call.form.stream
 
     async def whole(self) -> bytes:
@@ -96,6 +102,16 @@ class Exchange:
             if self._is_admitted:
                 self._service.discharge()
             self._service.metrics.request_ended(self.status, self.generation.elapsed_s())
+            self._write_note()
+
+    def _write_note(self) -> None:
+        self._note.status = self.status
+        if self.generation.prompts:
+            usage = self.generation.usage
+            self._note.num_prompt_tokens = usage.prompt_tokens
+            self._note.num_cached_tokens = usage.prompt_tokens_details.cached_tokens
+            self._note.num_output_tokens = usage.completion_tokens
+            self._note.first_token_s = self.generation.first_token_s
 
     def _failed(self, error: M3Error) -> bytes:
         self.status = error.status
@@ -110,14 +126,14 @@ async def answer(request: Request, form: Form) -> Response:
     """
     service: Service = request.app.state.service
     identity = request_id(request.scope)
-    exchange = Exchange(service, form, identity)
+    exchange = Exchange(service, form, identity, note_of(request.scope))
     is_streaming = False
     try:
         exchange.admit()  # a server that cannot take the request does not read its body
         raw = await request.body()
         if await unless_client_gone(request.receive, exchange.start(raw)):
             is_streaming = True
-            return EventStream(exchange.events(), exchange.close)
+            return EventStream(exchange.events(), exchange.close, service.settings.slow_client_timeout_s)
         return Response(await unless_client_gone(request.receive, exchange.whole()), media_type="application/json")
     except (ClientGoneError, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)

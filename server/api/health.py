@@ -7,6 +7,7 @@ from server.api.service import Service
 from server.metrics import CONTENT_TYPE
 
 router = APIRouter()
+metrics_router = APIRouter()
 
 
 def _status(is_good: bool, good: str, bad: str) -> Response:
@@ -28,7 +29,7 @@ async def readyz(request: Request) -> Response:
     return _status(service.is_ready, "ready", "not ready")
 
 
-@router.get("/metrics")
+@metrics_router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     service: Service = request.app.state.service

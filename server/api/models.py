@@ -12,6 +12,7 @@ from server.api.service import Service
 from server.errors import NotFoundError
 
 router = APIRouter()
+version_router = APIRouter()
 
 STARTED_AT: Final = int(time.time())
 
@@ -58,7 +59,7 @@ async def get_model(name: str, request: Request) -> Response:
     return _json(model)
 
 
-@router.get("/version")
+@version_router.get("/version")
 async def version() -> Response:
     """The server's version."""
     return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")

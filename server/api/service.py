@@ -222,6 +222,7 @@ class Service:
         return EngineSnapshot(
             is_up=self._engine is not None and self.is_ready,
             num_open=0 if self._engine is None else self._engine.num_open,
+            num_queued_tokens=self._num_queued_tokens,
             page_size=None if self._ready is None else self._ready.page_size,
             stats={} if stats is None else msgspec.structs.asdict(stats),
         )
