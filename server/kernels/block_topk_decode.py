@@ -12,7 +12,7 @@ from server.kernels.launch import pdl_options, wait_for_inputs
 from server.kernels.topk_keys import TopkConfig, select_blocks, topk_config
 
 
-@triton.jit(do_not_specialize=["stride_score_head", "stride_score_token", "stride_out_head", "stride_out_token"])
+@triton.jit
 def _block_topk_decode_kernel(
     scores_ptr,
     seq_lens_ptr,

@@ -52,7 +52,7 @@ class SparseConfig:
     num_warps: int
 
 
-@triton.jit(do_not_specialize=["num_splits", "stride_table", "stride_selection_head", "stride_selection_token"])
+@triton.jit(do_not_specialize=["num_splits", "stride_table"])
 def _sparse_decode_kernel(
     q_ptr,
     lane_ptr,

@@ -71,12 +71,12 @@ def _first_keys(keys, K: tl.constexpr):
 
 
 @triton.jit
-def _refine(row, best, num_blocks, K: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr, LENGTH: tl.constexpr):
-    """Cut the K progressions of step STEP that hold the blocks of `best` into P of step STEP * P / K; the K best again."""
+def _refine(row, best, num_blocks, K: tl.constexpr, FANOUT: tl.constexpr, STEP: tl.constexpr, MAX: tl.constexpr):
+    """Cut the K progressions of step STEP that hold the blocks of `best` into FANOUT each; the K best again."""
     if num_blocks > STEP:
-        bases = (_key_blocks(best) & (STEP - 1))[:, None] + STEP * tl.arange(0, P // K)[None, :]
-        keys = _best_of_progressions(row, tl.reshape(bases, (P,)), num_blocks, STEP * (P // K), LENGTH)
-        best = _first_keys(keys, K)
+        bases = (_key_blocks(best) & (STEP - 1))[:, None] + STEP * tl.arange(0, FANOUT)[None, :]
+        bases = tl.reshape(bases, (K * FANOUT,))
+        best = _first_keys(_best_of_progressions(row, bases, num_blocks, STEP * FANOUT, MAX // (STEP * FANOUT)), K)
     return best
 
 
@@ -94,10 +94,11 @@ def best_blocks(row, num_blocks, K: tl.constexpr, P: tl.constexpr, MAX: tl.const
     best = _first_keys(_best_of_progressions(row, tl.arange(0, P), num_blocks, P, MAX // P), K)
     FANOUT: tl.constexpr = P // K
     if MAX > P:
-        best = _refine(row, best, num_blocks, K, P, P, (MAX + P * FANOUT - 1) // (P * FANOUT))
+        SECOND: tl.constexpr = FANOUT if MAX > P * FANOUT else MAX // P
+        best = _refine(row, best, num_blocks, K, SECOND, P, MAX)
     if MAX > P * FANOUT:
-        best = _refine(row, best, num_blocks, K, P, P * FANOUT, (MAX + P * FANOUT * FANOUT - 1) // (P * FANOUT * FANOUT))
-    tl.static_assert(MAX <= P * FANOUT * FANOUT)
+        tl.static_assert(MAX <= P * FANOUT * FANOUT)
+        best = _refine(row, best, num_blocks, K, MAX // (P * FANOUT), P * FANOUT, MAX)
     return _key_blocks(best)
 
 
