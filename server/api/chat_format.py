@@ -31,7 +31,7 @@ from server.api.prompt import EncodedPrompt, ExpandedPrompt, MediaExpander, Medi
 from server.api.reasoning import CLOSER, OPENER
 from server.api.template import ChatTemplate
 from server.api.template_input import TemplateInput
-from server.api.tokenizer import Tokenizer
+from server.api.tokenizer import SpecialTokens, Tokenizer
 from server.api.tool_grammar import MarkerIds
 from server.api.tool_markup import NAMESPACE
 from server.errors import BadRequestError, ContextLengthError, M3Error
@@ -66,6 +66,7 @@ class ChatFormat:
         eos_token_ids: ids that end an answer.
         vocab_size: number of ids that the tokenizer knows; the logits may be wider.
         markers: ids of the tokens that calls are written with.
+        media_ids: ids of the placeholders of pictures and clips.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -83,6 +84,7 @@ class ChatFormat:
             MediaKind.VIDEO: get_int(config, "video_token_index", "video_token_id"),
         }
         self._kinds = {token_id: kind for kind, token_id in media_ids.items()}
+        self.media_ids = frozenset(self._kinds)
         for kind, text in MEDIA_TEXTS.items():
             if self._added(text).id != media_ids[kind]:
                 raise CheckpointError(f"config.json and tokenizer.json disagree on the id of {text}")
@@ -93,8 +95,7 @@ class ChatFormat:
         self._expander = MediaExpander(
             self._tokenizer, media_ids, self._added(MEDIA_START).id, self._added(MEDIA_END).id, merge_size
         )
-        self._visible = self._tokenizer.visible_bytes()
-        self._all = self._tokenizer.all_bytes()
+        self._shown = {special: self._tokenizer.shown_bytes(special) for special in SpecialTokens}
         self.markers = MarkerIds(*(self._added(text).id for text in (NAMESPACE, "<tool_call>", "</tool_call>")))
         self._opener, self._closer = self._added(OPENER).id, self._added(CLOSER).id
 
@@ -186,9 +187,13 @@ class ChatFormat:
             return None
         return ThinkingTokens(self._closer, self._opener if mode is ThinkingMode.ADAPTIVE else None)
 
-    def detokenizer(self, *, shows_special: bool = False) -> Detokenizer:
-        """A detokenizer for one sequence; with `shows_special` special tokens are text too."""
-        return Detokenizer(self._all if shows_special else self._visible)
+    def is_shown(self, token_id: int, special: SpecialTokens) -> bool:
+        """Whether a detokenizer makes text of the token."""
+        return self._tokenizer.is_shown(token_id, special)
+
+    def detokenizer(self, special: SpecialTokens = SpecialTokens.HIDDEN) -> Detokenizer:
+        """A detokenizer for one sequence."""
+        return Detokenizer(self._shown[special])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The visible text of complete ids."""

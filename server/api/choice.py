@@ -15,6 +15,7 @@ from server.api.delta_writer import DeltaWriter
 from server.api.reply import ReplyParser
 from server.api.reply_events import ContentDelta, ReasoningDelta, ReplyEvent, ToolArgumentsDelta, ToolCallStart
 from server.api.stop import StopMatcher
+from server.api.tokenizer import SpecialTokens
 from server.api.tool_parser import ToolCallParser
 from server.api.tool_schema import ToolSchemas
 from server.api.wire import LOWEST_LOGPROB, ChunkChoice, Delta, TokenLogprob, TopLogprob
@@ -110,7 +111,8 @@ class ChoiceAssembler:
         self.num_reasoning_tokens = 0
         self._format = chat_format
         self._rules = rules
-        self._detokenizer = chat_format.detokenizer(shows_special=rules.shows_special)
+        self._special = _special_tokens(rules)
+        self._detokenizer = chat_format.detokenizer(self._special)
         self._parser = _parser(rules)
         self._matcher = StopMatcher(rules.stops)
         self._writer = DeltaWriter(index)
@@ -133,7 +135,7 @@ class ChoiceAssembler:
         for position, token_id in enumerate(tokens.token_ids):
             if self.stopped:
                 break
-            if tokens.logprobs and (self._rules.shows_special or not self._format.is_special(token_id)):
+            if tokens.logprobs and self._format.is_shown(token_id, self._special):
                 self._pending.append(_PendingToken(self._raw_len, token_id, tokens.logprobs[position]))
             self._take(self._detokenizer.push([token_id]))
             self.num_tokens += 1
@@ -231,6 +233,13 @@ class ChoiceAssembler:
     def _spell_with(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         text, data = self._spell(token_id)
         return text, max(logprob, LOWEST_LOGPROB), data
+
+
+def _special_tokens(rules: ReplyRules) -> SpecialTokens:
+    """Parameters may be tagged with special tokens that look like tags."""
+    if rules.shows_special:
+        return SpecialTokens.ALL
+    return SpecialTokens.HIDDEN if rules.schemas is None else SpecialTokens.TAGS
 
 
 def _parser(rules: ReplyRules) -> Parser:

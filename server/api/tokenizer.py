@@ -4,6 +4,7 @@ Text given to `encode` never yields an added token, whatever it contains; added 
 encoded texts. Knows nothing of chats.
 """
 
+import enum
 import itertools
 import json
 import re
@@ -25,6 +26,16 @@ PIECES_PER_BATCH = 4
 CUT = re.compile(r"[A-Za-z](?= )|\n(?=[^\W\d_])")
 CUT_LEN = 2
 TAIL_LEN = 4096
+# Special tokens that look like this stand for their text: a parameter called `filename` is tagged with the token `<filename>`.
+TAG = re.compile(rb"<[^<>\s|]+>")
+
+
+class SpecialTokens(enum.Enum):
+    """Which special tokens are text."""
+
+    HIDDEN = enum.auto()
+    TAGS = enum.auto()  # those that look like a tag
+    ALL = enum.auto()
 
 
 class Tokenizer:
@@ -103,13 +114,15 @@ class Tokenizer:
         """Whether a token is hidden from clients."""
         return token_id in self._special
 
-    def visible_bytes(self) -> list[bytes]:
-        """The bytes of every token, with special tokens empty."""
-        return [b"" if self.is_special(token_id) else data for token_id, data in enumerate(self._bytes)]
+    def is_shown(self, token_id: int, special: SpecialTokens) -> bool:
+        """Whether a token is part of the text that `special` lets through."""
+        if special is SpecialTokens.ALL or not self.is_special(token_id):
+            return True
+        return special is SpecialTokens.TAGS and TAG.fullmatch(self.token_bytes(token_id)) is not None
 
-    def all_bytes(self) -> list[bytes]:
-        """The bytes of every token."""
-        return list(self._bytes)
+    def shown_bytes(self, special: SpecialTokens) -> list[bytes]:
+        """The bytes of every token, those that are not shown empty."""
+        return [data if self.is_shown(token_id, special) else b"" for token_id, data in enumerate(self._bytes)]
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -251,21 +251,21 @@ def settings_of(**values):
     return load_settings({"model": TINY, **values}, environ={})
 
 
-def make_app(engine, media=None, chat_format=None, **settings):
+def make_app(engine, media=None, chat_format=None, grammars=None, **settings):
     chat_format = chat_format or tiny_format()
     return create_app(
         settings_of(**settings),
         engine=engine,
         media=media or ScriptedMedia(),
         chat_format=chat_format,
-        grammars=InlineGrammars(),
+        grammars=grammars or InlineGrammars(),
     )
 
 
 @contextlib.asynccontextmanager
-async def http_client(engine, media=None, chat_format=None, **settings):
+async def http_client(engine, media=None, chat_format=None, grammars=None, **settings):
     """A client of an application in this event loop."""
-    app = make_app(engine, media, chat_format, **settings)
+    app = make_app(engine, media, chat_format, grammars, **settings)
     async with app.router.lifespan_context(app):
         await until(lambda: engine.ready is None or app.state.service.is_ready)
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
@@ -273,11 +273,11 @@ async def http_client(engine, media=None, chat_format=None, **settings):
             yield client
 
 
-def post(engine, body, media=None, **settings):
+def post(engine, body, media=None, grammars=None, **settings):
     """One request to a fresh application: the response."""
 
     async def run():
-        async with asyncio.timeout(30), http_client(engine, media, **settings) as client:
+        async with asyncio.timeout(30), http_client(engine, media, grammars=grammars, **settings) as client:
             if isinstance(body, bytes):
                 return await client.post(CHAT, content=body)
             return await client.post(CHAT, json=body)
