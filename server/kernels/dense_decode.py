@@ -95,8 +95,8 @@ def _dense_decode_kernel(
 
 
 def _config(num_units: int, max_blocks: int) -> DenseConfig:
-    """About two programs per multiprocessor with a deep pipeline each, none of less than a page."""
-    return DenseConfig(num_splits=max(1, min(max_blocks, 264 // num_units)), tiles_per_page=2, num_stages=5, num_warps=4)
+    """About two programs per multiprocessor with a deep pipeline each, none of less than two pages."""
+    return DenseConfig(num_splits=max(1, min(max_blocks // 2, 264 // num_units)), tiles_per_page=2, num_stages=5, num_warps=4)
 
 
 def dense_decode(
