@@ -118,7 +118,8 @@ class Oracle:
     @torch.inference_mode()
     def reference_logits(self, token_ids: Sequence[int], **media: Tensor) -> Tensor:
         """The reference's logits at every position of one sequence: [T, vocab]."""
-        return self.reference(input_ids=torch.tensor([list(token_ids)]), use_cache=False, **media).logits[0]
+        input_ids = torch.tensor([list(token_ids)], device=self.reference.device)
+        return self.reference(input_ids=input_ids, use_cache=False, **media).logits[0].cpu()
 
     def runner(self, num_pages: int = 64) -> "PagedRunner":
         return PagedRunner(self.model, num_pages)

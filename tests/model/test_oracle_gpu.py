@@ -24,7 +24,9 @@ def oracle(tmp_path_factory):
     config = tiny_config(
         num_attention_heads=64, num_key_value_heads=4, head_dim=128, rotary_dim=64, index_n_heads=4, index_head_dim=128
     )
-    return Oracle.create(config, tmp_path_factory.mktemp("gpu_oracle"), seed=SEED)
+    oracle = Oracle.create(config, tmp_path_factory.mktemp("gpu_oracle"), seed=SEED)
+    oracle.reference.to("cuda")
+    return oracle
 
 
 @pytest.fixture(scope="module")
