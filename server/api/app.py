@@ -3,24 +3,39 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Final
 
 from fastapi import FastAPI
 
 from server import __version__
-from server.api import chat, health, models
+from server.api import chat, completions, health, messages_api, models, responses, tokenize_routes
 from server.api.access_log import AccessLogMiddleware
 from server.api.admin import AdminServer
 from server.api.auth import ApiKeys, AuthMiddleware
 from server.api.chat_format import ChatFormat
+from server.api.completions_schema import CompletionBody
 from server.api.engine_client import EngineClient
 from server.api.grammar_checker import GrammarChecker
+from server.api.messages_schema import CountTokensBody, MessagesBody
 from server.api.middleware import BodyLimitMiddleware, RequestIdMiddleware
 from server.api.openapi import describe
 from server.api.problems import install_handlers
+from server.api.responses_schema import ResponsesBody
 from server.api.schema import ChatBody
 from server.api.service import Service
+from server.api.tokenize_routes import DetokenizeBody, TokenizeBody
 from server.media.pipeline import MediaPipeline
 from server.settings import Settings
+
+BODIES: Final = (
+    ChatBody,
+    CompletionBody,
+    ResponsesBody,
+    MessagesBody,
+    CountTokensBody,
+    TokenizeBody,
+    DetokenizeBody,
+)
 
 
 def create_app(
@@ -66,9 +81,10 @@ def create_app(
     app.state.service = service
     app.state.admin = admin
     routers = [chat.router, models.router, models.version_router, health.router]
+    routers += [completions.router, responses.router, messages_api.router, tokenize_routes.router]
     for router in [*routers, health.metrics_router] if admin is None else routers:
         app.include_router(router)
-    describe(app, ChatBody)
+    describe(app, *BODIES)
     install_handlers(app)
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
     app.add_middleware(AuthMiddleware, keys=keys)

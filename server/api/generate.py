@@ -66,7 +66,7 @@ class Generation:
         finished: every choice has its finish reason.
         first_token_s: arrival to first token; None before.
         prompts: the token ids of the expanded prompts, once started; the choices of each stand together, in this order.
-        prompt_logprobs: for each prompt, one entry per token but the first, once its first choice has said anything; empty
+        prompt_logprobs: for each prompt, one entry per token but the first, once a choice of it has said anything; empty
             unless asked for.
     """
 
@@ -241,8 +241,8 @@ class Generation:
     async def _on_tokens(self, index: int, tokens: Tokens) -> list[ChunkChoice]:
         self._unqueue()
         self._observe(index, len(tokens.token_ids))
-        if index % self._num_choices == 0:
-            self.prompt_logprobs[index // self._num_choices] += tokens.prompt_logprobs
+        if tokens.prompt_logprobs:  # the same from every choice
+            self.prompt_logprobs[index // self._num_choices] = tokens.prompt_logprobs
         choice = self._choices[index]
         deltas: list[ChunkChoice] = []
         for start in range(0, len(tokens.token_ids), MAX_TOKENS_PER_TURN):

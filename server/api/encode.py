@@ -1,0 +1,56 @@
+"""Work on prompts that are not run: counting and showing tokens.
+
+It holds a place among the open requests while it lasts, because rendering and tokenizing is work too.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from server.api.chat_format import EncodedPrompt, MediaLayout
+from server.api.exchange import CLIENT_GONE
+from server.api.middleware import request_id
+from server.api.problems import from_bug
+from server.api.service import Service
+from server.errors import M3Error
+from server.media.types import MediaSource
+
+T = TypeVar("T")
+
+
+async def admitted(request: Request, work: Callable[[Service, bytes], Awaitable[T]]) -> T:
+    """What `work` makes of the request's body.
+
+    Raises:
+        M3Error: what is wrong with the request or with the server.
+    """
+    service: Service = request.app.state.service
+    service.admit()
+    try:
+        return await work(service, await request.body())
+    except M3Error:
+        raise
+    except ClientDisconnect:
+        gone = M3Error("the client left")
+        gone.status = CLIENT_GONE
+        raise gone from None
+    except Exception as error:
+        raise from_bug(error, request_id(request.scope)) from None
+    finally:
+        service.discharge()
+
+
+async def expanded_ids(service: Service, prompt: EncodedPrompt, sources: Sequence[MediaSource]) -> list[int]:
+    """The ids of a prompt as the engine would get it. Pictures are looked at for their size, and not decoded.
+
+    Raises:
+        MediaError: a picture cannot be used.
+    """
+    if not sources:
+        return prompt.token_ids
+    plans = await service.media.plan(sources)
+    layouts = [MediaLayout(plan.kind, plan.grid_thw) for plan in plans]
+    expanded = await service.in_thread(service.chat_format.expand_media, prompt, layouts)
+    return expanded.token_ids
