@@ -19,7 +19,8 @@ from server.kernels.block_topk_decode import block_topk_decode
 from server.kernels.dense_decode import dense_decode
 from server.kernels.index_score_decode import index_score_decode
 from server.kernels.msa_decode import msa_decode
-from server.kernels.sparse_decode import HostTier, SelectionRule, sparse_decode
+from server.kernels.selection_rule import SelectionRule
+from server.kernels.sparse_decode import HostTier, sparse_decode
 
 STAGES = ("decode_score", "decode_topk", "decode_attention", "decode_total", "dense_decode")
 HOST_STAGE = "decode_attention_host"

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
 from server.kernels.index_score_decode import launch_scores
-from server.kernels.sparse_decode import HostTier, SelectionRule, sparse_decode
+from server.kernels.selection_rule import SelectionRule
+from server.kernels.sparse_decode import HostTier, sparse_decode
 
 
 def msa_decode(

@@ -17,6 +17,7 @@ from torch import Tensor
 from server.kernels.attention_batch import AttentionBatch
 from server.kernels.decode_tiles import MIN_SIDE, Partials, attend_tile, load_group, merge, store_output, store_partial
 from server.kernels.launch import pdl_options, wait_for_inputs
+from server.kernels.selection_rule import SelectionRule
 from server.kernels.topk_keys import select_blocks, topk_config
 
 
@@ -31,15 +32,6 @@ class HostTier:
 
     host_lane: Tensor
     slot_of_page: Tensor
-
-
-@dataclass(frozen=True)
-class SelectionRule:
-    """What to select from block scores: the best of them, some forced; fields as in `block_topk`."""
-
-    topk: int
-    num_init_blocks: int
-    num_local_blocks: int
 
 
 @dataclass(frozen=True)

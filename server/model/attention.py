@@ -7,9 +7,9 @@ from torch.nn.functional import linear
 
 from server.kernels.attention_batch import AttentionBatch
 from server.kernels.dense_attention import dense_attention
-from server.kernels.msa_select import msa_select
+from server.kernels.msa_attention import msa_attention
 from server.kernels.qkv_norm_rope_cache import qkv_norm_rope_cache
-from server.kernels.sparse_attention import sparse_attention
+from server.kernels.selection_rule import SelectionRule
 from server.model.config import TextConfig
 from server.model.shard import Collective
 
@@ -24,6 +24,7 @@ class Attention:
         self._index_q_norm = weights.get(f"{prefix}.index_q_norm")  # None on a dense layer
         self._index_k_norm = weights.get(f"{prefix}.index_k_norm")
         self._num_heads = self._out.shape[1] // config.head_dim
+        self._rule = SelectionRule(config.topk_blocks, config.num_init_blocks, config.num_local_blocks)
         self._config = config
         self._collective = collective
 
@@ -47,8 +48,5 @@ class Attention:
         if index_q is None or index_lane is None:
             attended = dense_attention(q, kv_lane, batch, scale)
         else:
-            selection = msa_select(
-                index_q, index_lane, batch, config.topk_blocks, config.num_init_blocks, config.num_local_blocks
-            )
-            attended = sparse_attention(q, kv_lane, selection, batch, scale)
+            attended = msa_attention(q, index_q, kv_lane, index_lane, batch, self._rule, scale)
         return self._collective.all_reduce(linear(attended.flatten(1), self._out))

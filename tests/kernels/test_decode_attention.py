@@ -7,7 +7,8 @@ import torch
 from server.kernels.dense_decode import DenseConfig, dense_decode
 from server.kernels.msa_decode import msa_decode
 from server.kernels.msa_select_decode import msa_select_decode
-from server.kernels.sparse_decode import HostTier, SelectionRule, SparseConfig, sparse_decode
+from server.kernels.selection_rule import SelectionRule
+from server.kernels.sparse_decode import HostTier, SparseConfig, sparse_decode
 from tests.kernels.prefill_reference import reference_attention, relative_error
 from tests.paged import filled_index_lane, filled_kv_lane, paged_case
 

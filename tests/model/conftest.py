@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-import server.model.attention
+import server.kernels.msa_attention
 from server.kernels.attention_batch import AttentionBatch
 from tests.oracle import SEED, Oracle, tiny_config
 
@@ -41,12 +41,12 @@ class SelectionLog:
 @pytest.fixture
 def selections(monkeypatch):
     """Records what the model selects."""
-    log, select = SelectionLog(), server.model.attention.msa_select
+    log, select = SelectionLog(), server.kernels.msa_attention.msa_select_torch
 
     def recording(index_q, index_lane, batch, *limits):
         selection = select(index_q, index_lane, batch, *limits)
         log.calls.append((selection, batch))
         return selection
 
-    monkeypatch.setattr(server.model.attention, "msa_select", recording)
+    monkeypatch.setattr(server.kernels.msa_attention, "msa_select_torch", recording)
     return log

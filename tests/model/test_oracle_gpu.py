@@ -12,7 +12,7 @@ import torch
 from server.model.m3 import M3Model
 from tests.oracle import SEED, Oracle, SilentProgress, tiny_config
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 MAX_ERROR_TO_TWINS = 1.25  # the kernels' error is at most that multiple of the twins'
 MAX_ERROR = 0.08
