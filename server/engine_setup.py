@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 1 << 30
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 8192
+CPU_FEATURE_CACHE_BYTES = 64 << 20
+GPU_FEATURE_CACHE_BYTES = 1 << 30
 
 
 class StartError(Exception):
@@ -149,6 +151,7 @@ def build(settings: Settings, read_pixels: PixelReader) -> EngineParts:
         vocab_size=config.text.vocab_size,
         read_pixels=read_pixels,
         base_seed=secrets.randbits(63),
+        feature_cache_bytes=choose_feature_cache_bytes(settings, device),
         grammars=grammars,
     )
     warm_up(runner)
@@ -172,6 +175,12 @@ def choose_step_tokens(settings: Settings, device: torch.device) -> int:
     if num_tokens < settings.max_num_seqs:
         raise StartError(f"max_num_batched_tokens is {num_tokens}, but max_num_seqs is {settings.max_num_seqs}")
     return num_tokens
+
+
+def choose_feature_cache_bytes(settings: Settings, device: torch.device) -> int:
+    """Device memory for encoded media; on a GPU it comes out of what `gpu_memory_utilization` leaves."""
+    default = GPU_FEATURE_CACHE_BYTES if device.type == "cuda" else CPU_FEATURE_CACHE_BYTES
+    return default if settings.media_feature_cache_bytes is None else settings.media_feature_cache_bytes
 
 
 def warm_up(runner: ModelRunner) -> None:

@@ -129,8 +129,8 @@ class MediaItem(msgspec.Struct, frozen=True):
         grid_thw: temporal patches, patch rows, patch columns (the processor's `image_grid_thw` / `video_grid_thw`).
         ranges: where its features go; one range for a picture, one per temporal patch for a clip, in order, together
             t * h * w / 4 tokens.
-        pixels: uint8 patches in merge-block order, [t * h * w, 3, 14, 14] for a picture (one temporal copy) and
-            [t * h * w, 3, 2, 14, 14] for a clip.
+        pixels: uint8 RGB frames [F, 14 * h, 14 * w, 3]: one of a picture, 2 * t of a clip, or 2 * t - 1 whose last one counts
+            twice.
     """
 
     kind: MediaKind

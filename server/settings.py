@@ -11,12 +11,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 PREFIX = "M3_"
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+HostList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(lambda value: split_hosts(value))]
+
+
+def split_hosts(value: object) -> object:
+    """`a.org, .b.org` -> ("a.org", ".b.org"), in lower case; anything that is not text stays as it is."""
+    return tuple(filter(None, (host.strip().lower() for host in value.split(",")))) if isinstance(value, str) else value
 
 
 class SettingsError(Exception):
@@ -45,6 +51,13 @@ class ThinkingMode(enum.StrEnum):
     ENABLED = "enabled"
     DISABLED = "disabled"
     ADAPTIVE = "adaptive"
+
+
+class ResizePolicy(enum.StrEnum):
+    """Which rule decides the size of pictures and frames when a request does not choose."""
+
+    AREA = "area"
+    LONG_SIDE = "long_side"
 
 
 class LogLevel(enum.StrEnum):
@@ -90,10 +103,39 @@ class Settings(BaseSettings):
     )
     thinking_mode: ThinkingMode = Field(ThinkingMode.ADAPTIVE, description="when a request does not choose")
     media_workers: PositiveInt | None = Field(None, description="decoder processes; the number of cores, at most 8, if unset")
-    media_slab_bytes: PositiveInt = Field(256 << 20, description="shared memory for decoded pictures")
-    media_task_timeout_s: PositiveFloat = Field(20.0, description="a decoder that takes longer is killed")
+    media_slab_bytes: PositiveInt = Field(1 << 30, description="shared memory for decoded pictures and frames")
+    media_task_timeout_s: PositiveFloat = Field(20.0, description="a decoder that takes longer over one picture is killed")
+    media_clip_timeout_s: PositiveFloat = Field(
+        120.0, description="a decoder that takes longer over a part of a clip is killed"
+    )
+    media_policy: ResizePolicy = Field(
+        ResizePolicy.AREA,
+        description="size of pictures and frames when a request does not choose: area (576 tokens a picture, 768 a pair of"
+        " frames) or long_side (2016 and 672 pixels)",
+    )
+    media_feature_cache_bytes: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="device memory for encoded media of earlier requests; 1 GiB on a GPU and 64 MiB on a CPU if unset"
+    )
+    media_fetch_timeout_s: PositiveFloat = Field(30.0, description="time for fetching one picture or clip, redirects included")
+    media_allowed_hosts: HostList = Field(
+        (),
+        description="hosts that media may be fetched from, separated by commas; .example.com is all of its subdomains;"
+        " every public host if empty",
+    )
+    media_allow_private_hosts: bool = Field(
+        False, description="also fetch from loopback and private addresses; only for tests on one machine"
+    )
+    media_local_root: Path | None = Field(None, description="directory that file:// media may be read from; none if unset")
     max_images: PositiveInt = Field(200, description="pictures per request")
     max_image_bytes: PositiveInt = Field(30 << 20, description="encoded size of one picture")
+    max_videos: PositiveInt = Field(20, description="clips per request")
+    max_video_bytes: PositiveInt = Field(250 << 20, description="encoded size of one clip")
+    max_video_seconds: PositiveFloat = Field(3600.0, description="duration of one clip")
+    max_video_frames: PositiveInt = Field(2400, description="frames that are taken from one clip")
+    max_video_pixels: PositiveInt = Field(301_056_000, description="pixels of all frames taken from one clip, after the resize")
+    max_media_bytes: PositiveInt = Field(512 << 20, description="encoded size of all media of a request")
+    video_fps: Annotated[float, Field(ge=0.2, le=5)] = Field(1.0, description="frames per second when a request does not say")
+    video_keep_last: bool = Field(False, description="always take a clip's last frame, too")
     max_body_bytes: PositiveInt = Field(64 << 20, description="size of an HTTP request body")
     engine_start_timeout_s: PositiveFloat = Field(3600.0, description="the model must be loaded by then")
     slow_client_timeout_s: PositiveFloat = Field(

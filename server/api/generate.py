@@ -179,7 +179,7 @@ class Generation:
         service = self._service
         try:
             plans = await service.media.plan(prepared.sources)
-            layouts = [MediaLayout(plan.kind, plan.grid_thw) for plan in plans]
+            layouts = [MediaLayout(plan.kind, plan.grid_thw, plan.timestamps_s) for plan in plans]
             prompt = await service.in_thread(service.chat_format.expand_media, prepared.prompt, layouts)
             fit(prepared.call, len(prompt.token_ids), service.max_model_len)
             lease = await service.media.load(plans)

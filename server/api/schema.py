@@ -8,8 +8,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
 
-from server.api.sampling_schema import MAX_LOGPROBS, Body, SamplingBody
-from server.media.geometry import MAX_LONG_SIDE_CAP, MIN_LONG_SIDE_CAP
+from server.api.sampling_schema import MAX_LOGPROBS, Body, Number, SamplingBody
+from server.media.geometry import IMAGE_AREA, MAX_AREA_CAP, MAX_LONG_SIDE_CAP, MIN_LONG_SIDE_CAP
+from server.media.sampling import MAX_FPS, MIN_FPS
 
 MAX_MESSAGES: Final = 16_384
 MAX_TOOL_CALLS: Final = 1024
@@ -30,6 +31,14 @@ class ImageUrl(Body):
     url: str
     detail: Literal["auto", "low", "default", "high"] | None = None
     max_long_side_pixel: Annotated[int, Field(ge=MIN_LONG_SIDE_CAP, le=MAX_LONG_SIDE_CAP)] | None = None
+    max_pixels: Annotated[int, Field(ge=IMAGE_AREA.min_pixels, le=MAX_AREA_CAP)] | None = None
+
+
+class VideoUrl(ImageUrl):
+    """Where a clip is, how large its frames may be, and which of them are taken."""
+
+    fps: Annotated[Number, Field(ge=MIN_FPS, le=MAX_FPS)] | None = None
+    max_frames: Annotated[int, Field(ge=1)] | None = None
 
 
 class ImageContent(Body):
@@ -43,9 +52,14 @@ class ImageContent(Body):
 
 
 class VideoContent(Body):
-    """A clip part; recognised so that it can be refused by name."""
+    """A clip part; clients send the address as an object or as a plain string, and some send `fps` beside it."""
 
     type: Literal["video_url"]
+    video_url: Annotated[
+        Annotated[VideoUrl, Tag("<object>")] | Annotated[str, Tag("<string>")],
+        Discriminator(lambda value: "<string>" if isinstance(value, str) else "<object>"),
+    ]
+    fps: Annotated[Number, Field(ge=MIN_FPS, le=MAX_FPS)] | None = None
 
 
 def _content_tag(value: object) -> str:
@@ -64,7 +78,7 @@ Part = Annotated[
     Discriminator(
         _part_tag,
         custom_error_type="unsupported_part",
-        custom_error_message="A content part must be an object whose type is text or image_url",
+        custom_error_message="A content part must be an object whose type is text, image_url or video_url",
     ),
 ]
 Content = Annotated[

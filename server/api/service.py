@@ -18,7 +18,7 @@ import msgspec
 from server.api.address import listening_url
 from server.api.chat_format import ChatFormat
 from server.api.checkpoint import CheckpointError
-from server.api.content import MediaLimits
+from server.api.content import KindLimit, MediaLimits
 from server.api.engine_client import EngineClient, EngineState
 from server.api.grammar_checker import GrammarChecker
 from server.api.prepare import Checker
@@ -211,7 +211,10 @@ class Service:
                 eos_token_ids=tuple(self._chat_format.eos_token_ids),
                 thinking_mode=self.settings.thinking_mode,
             ),
-            media_limits=MediaLimits(self.settings.max_images, self.settings.max_image_bytes),
+            media_limits=MediaLimits(
+                image=KindLimit(self.settings.max_images, self.settings.max_image_bytes),
+                video=KindLimit(self.settings.max_videos, self.settings.max_video_bytes),
+            ),
             chat_format=self._chat_format,
         )
         logger.info("ready: %s, sequences of up to %d tokens", self.settings.model_name, ready.max_model_len)

@@ -21,6 +21,7 @@ SEGMENT_MAX_PATCHES = 4
 MAX_ASPECT_RATIO = 200
 MIN_LONG_SIDE_CAP = 112
 MAX_LONG_SIDE_CAP = 3584
+MAX_AREA_CAP = MAX_LONG_SIDE_CAP**2
 MIN_SHORT_SIDE = 112
 """The long-side rule enlarges what is narrower, as far as its cap allows."""
 
@@ -67,6 +68,17 @@ def long_side_rule(max_long_side_pixel: int) -> LongSideRule:
     if not MIN_LONG_SIDE_CAP <= max_long_side_pixel <= MAX_LONG_SIDE_CAP:
         raise MediaError(f"max_long_side_pixel must be between {MIN_LONG_SIDE_CAP} and {MAX_LONG_SIDE_CAP} pixels.")
     return LongSideRule(max_long_side_pixel // FACTOR * FACTOR)
+
+
+def area_rule(max_pixels: int) -> AreaRule:
+    """The rule for a client's cap of the area.
+
+    Raises:
+        MediaError: the cap is outside 3136..12845056.
+    """
+    if not IMAGE_AREA.min_pixels <= max_pixels <= MAX_AREA_CAP:
+        raise MediaError(f"max_pixels must be between {IMAGE_AREA.min_pixels} and {MAX_AREA_CAP} pixels.")
+    return AreaRule(IMAGE_AREA.min_pixels, max_pixels)
 
 
 def target_size(size: Size, rule: ResizeRule) -> Size:

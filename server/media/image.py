@@ -1,4 +1,4 @@
-"""One encoded picture: what it is, what it will cost, and its patches.
+"""One encoded picture: what it is, what it will cost, and its pixels.
 
 `plan_image` reads headers only, so that a picture that is too large is refused before a pixel is decoded; `fill_image`
 decodes. Both belong in a worker process: the bytes are a stranger's. Whatever the decoder raises becomes a `MediaError`
@@ -16,9 +16,8 @@ import numpy as np
 from PIL import AvifImagePlugin, IcoImagePlugin, Image, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
 
 from server.errors import MediaError
-from server.media.geometry import PATCH, ResizeRule, Size, grid_of, num_tokens, target_size
-from server.media.patchify import IMAGE_PATCH_BYTES, Pixels, patchify_image
-from server.media.resize import resize
+from server.media.geometry import ResizeRule, Size, target_size
+from server.media.resize import Pixels, resize_into
 from server.media.sniff import sniff
 from server.media.types import ImagePlan
 
@@ -55,34 +54,19 @@ def plan_image(data: bytes, rule: ResizeRule, *, max_pixels: int) -> ImagePlan:
     """
     with _opened(data) as (image, orientation):
         size = target_size(_checked_size(image, orientation, max_pixels), rule)
-    grid = grid_of(size)
     digest = hashlib.sha256(PIXEL_VERSION + struct.pack("<II", size.width, size.height))
     digest.update(data)
-    num_bytes = grid[0] * grid[1] * grid[2] * IMAGE_PATCH_BYTES
-    return ImagePlan(size, grid, num_tokens(grid), num_bytes, digest.digest())
+    return ImagePlan(size, digest.digest())
 
 
 def fill_image(data: bytes, size: Size, *, max_pixels: int, out: Pixels) -> None:
-    """Decode a picture, bring it to `size` and write its patches.
+    """Decode a picture: the first frame, upright, without alpha (on white), resized.
 
     Args:
         data: encoded bytes.
         size: the plan's size.
         max_pixels: as in the plan.
-        out: flat uint8 array of the plan's `num_bytes`.
-
-    Raises:
-        MediaError: the pixels cannot be decoded.
-    """
-    pixels = decode_image(data, size, max_pixels=max_pixels)
-    patchify_image(pixels, out.reshape(-1, 3, PATCH, PATCH))
-
-
-def decode_image(data: bytes, size: Size, *, max_pixels: int) -> Pixels:
-    """The first frame, upright, without alpha (on white), resized.
-
-    Returns:
-        [size.height, size.width, 3] uint8 RGB.
+        out: flat uint8 array of size.height * size.width * 3; it receives RGB rows.
 
     Raises:
         MediaError: the pixels cannot be decoded.
@@ -93,7 +77,7 @@ def decode_image(data: bytes, size: Size, *, max_pixels: int) -> Pixels:
         upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
         if Size(*upright.size) != expected:
             raise MediaError("The picture's pixels do not have the size that its header declares.")
-        return resize(_to_rgb(upright), size)
+        resize_into(np.asarray(_to_rgb(upright)), out.reshape(size.height, size.width, 3))
 
 
 @contextlib.contextmanager

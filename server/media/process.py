@@ -3,92 +3,63 @@
 import asyncio
 import contextlib
 import os
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import select
+from collections.abc import Iterator
 
 import msgspec
 
-import server
-from server.media.protocol import HEADER, Answer, FromWorker, Hello, Setup, Task, ToWorker
+from server.media.protocol import HEADER, Answer, Cancel, FromWorker, Hello, Setup, Task, ToWorker
+from server.media.spawner import Fork, Spawner, WorkerDiedError, kill, readable
 
-COMMAND = (sys.executable, "-m", "server.media.worker")
-
-_INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG", "LC_ALL")
-_DECODER_ENV = {
-    # Big buffers come back from the heap instead of from fresh, zeroed pages: a 12-megapixel decode takes 44 ms, not 107.
-    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
-_MAX_MESSAGE_BYTES = 1 << 16
+_MAX_MESSAGE_BYTES = 1 << 20
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Hello | Answer)
-
-
-class WorkerDiedError(Exception):
-    """The worker's end of the socket is closed."""
-
-
-def worker_environment() -> dict[str, str]:
-    """The environment of a worker: what it takes to find Python and this package, and nothing else of ours."""
-    env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-    root = str(Path(server.__file__).parents[1])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
-    return env | _DECODER_ENV
 
 
 class WorkerProcess:
     """A running worker; made by `start`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-        self._process = process
-        self._socket = connection
+    def __init__(self, fork: Fork) -> None:
+        self._fork = fork
+        self._socket = fork.connection
+        self._has_whole_task = False
+        self._is_cancelled = False
+        self._is_closed = False
         self.num_tasks = 0
-        self.resident_bytes = 0
+        self.grown_bytes = 0
 
     @classmethod
-    async def start(cls, setup: Setup, *, timeout_s: float, command: Sequence[str] = COMMAND) -> "WorkerProcess":
+    async def start(cls, setup: Setup, *, timeout_s: float, spawner: Spawner) -> "WorkerProcess":
         """Start a worker and wait until it is ready.
 
         Raises:
             OSError: no process could be made.
             WorkerDiedError, TimeoutError: it ended, or was not ready in time.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
+        async with asyncio.timeout(timeout_s):
+            worker = cls(await spawner.fork())
             try:
-                ours.setblocking(False)
-                # From the event loop's own thread: the kernel ties a child's death signal to the thread that made it.
-                process = subprocess.Popen(  # noqa: ASYNC220
-                    [*command, str(os.getpid())], stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=worker_environment()
-                )
-            except BaseException:
-                ours.close()
-                raise
-        worker = cls(process, ours)
-        try:
-            async with asyncio.timeout(timeout_s):
                 await worker._send(setup, b"")
                 if not isinstance(await worker._receive(), Hello):
                     raise WorkerDiedError("the worker's first message is not its greeting")
-        except BaseException:
-            await worker.kill()
-            raise
+            except BaseException:
+                await worker.kill()
+                raise
         return worker
 
     @property
     def pid(self) -> int:
         """Process id."""
-        return self._process.pid
+        return self._fork.pid
 
     @property
     def alive(self) -> bool:
         """Whether it still runs, as far as the kernel has told."""
-        return self._process.poll() is None
+        if self._is_closed:
+            return False
+        poll = select.poll()
+        poll.register(self._fork.pidfd, select.POLLIN)
+        return not poll.poll(0)
 
     async def call(self, task: Task, body: bytes) -> Answer:
         """Run one task; there must be no other in progress. After a cancellation the worker must be killed.
@@ -97,19 +68,41 @@ class WorkerProcess:
             WorkerDiedError: it ended before it answered.
         """
         self.num_tasks += 1
-        await self._send(task, body)
-        answer = await self._receive()
+        self._is_cancelled = False
+        try:
+            await self._send(task, body)
+            self._has_whole_task = True
+            if self._is_cancelled:
+                self._send_cancel()
+            answer = await self._receive()
+        finally:
+            self._has_whole_task = False
         if not isinstance(answer, Answer):
             raise WorkerDiedError("the worker answered out of turn")
-        self.resident_bytes = answer.resident_bytes
+        self.grown_bytes = answer.grown_bytes
         return answer
 
+    def cancel(self) -> None:
+        """Ask it to give the running task up at the next packet; it answers the task in any case."""
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            if self._has_whole_task:
+                self._send_cancel()
+
     async def kill(self) -> None:
-        """End it at once and collect it; also for one that has ended."""
-        self._process.kill()
+        """End it at once and wait until it has; also for one that has ended."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        kill(self._fork)
         self._socket.close()
-        # A killed process is collected in a moment, yet not in this one; a thread waits.
-        await asyncio.shield(asyncio.to_thread(self._process.wait))
+        await asyncio.shield(_ended(self._fork.pidfd))
+
+    def _send_cancel(self) -> None:
+        encoded = _encoder.encode(Cancel())
+        # The task's frame is out, so these few bytes fit the socket's buffer and nothing can come between them.
+        with contextlib.suppress(OSError):
+            self._socket.send(HEADER.pack(len(encoded), 0) + encoded)
 
     async def _send(self, message: ToWorker, body: bytes) -> None:
         loop = asyncio.get_running_loop()
@@ -138,6 +131,13 @@ class WorkerProcess:
                 raise WorkerDiedError("the worker closed its socket")
             received += piece
         return received
+
+
+async def _ended(pidfd: int) -> None:
+    try:
+        await readable(pidfd)
+    finally:
+        os.close(pidfd)
 
 
 @contextlib.contextmanager

@@ -1,24 +1,30 @@
-"""The one place where pixels are resampled: antialiased bicubic on uint8, as the released processors do it.
+"""The one place where pixels are resampled: antialiased bicubic on uint8, by the kernel of the released processors.
 
-Width first, then height, each in its own pass. Pillow picks the order of the passes by cost, and because every pass clips
-to 0..255 the other order is off by up to 19 levels on a quarter of the pixels of a sharp picture; in this order Pillow is
-within 2 levels of ATen's uint8 kernel on fewer than 1 % of pixels. ATen is four to six times faster, but importing torch
-costs every worker 1.4 s and 190 MB.
+ATen's kernel on interleaved rows takes a fifth to a third of Pillow's time and is equal bit for bit to the processors. torch
+is expensive to import, which is why workers are forked from a process that has it (see `forkserver`).
 """
 
+import warnings
+
 import numpy as np
-from PIL import Image
+import torch
+from numpy.typing import NDArray
 
-from server.media.geometry import Size
-from server.media.patchify import Pixels
+Pixels = NDArray[np.uint8]
 
 
-def resize(picture: Image.Image, size: Size) -> Pixels:
-    """Resample an RGB picture.
+def resize_into(pixels: Pixels, out: Pixels) -> None:
+    """Resample RGB rows to the size of `out`.
 
-    Returns:
-        [height, width, 3] uint8.
+    Args:
+        pixels: [H, W, 3] uint8, contiguous; not written to.
+        out: [height, width, 3] uint8, contiguous.
     """
-    picture = picture.resize((size.width, picture.height), Image.Resampling.BICUBIC)
-    picture = picture.resize((size.width, size.height), Image.Resampling.BICUBIC)
-    return np.asarray(picture)
+    if pixels.shape == out.shape:
+        np.copyto(out, pixels)
+        return
+    target = torch.from_numpy(out).permute(2, 0, 1)[None]  # [1, 3, height, width] of interleaved memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Pillow hands out read-only memory, and it is only read here
+        source = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    torch.ops.aten._upsample_bicubic2d_aa.out(source, list(out.shape[:2]), False, out=target)

@@ -18,16 +18,17 @@ _MAX_FILES = 64
 def confine(memory_bytes: int, parent_pid: int) -> None:
     """Give up network, new files, core dumps, and memory beyond `memory_bytes`; die when the parent does.
 
-    The memory limit is on private writable memory (RLIMIT_DATA): the slab is shared and may be larger than the limit.
+    The memory limit is on private writable memory (RLIMIT_DATA): the slab is shared and may be larger than the limit. What
+    the process has mapped already does not count.
 
     Args:
-        memory_bytes: limit on private memory.
+        memory_bytes: how much more private memory it may map.
         parent_pid: who started this process.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET)  # not every kernel or container allows it; then the network stays
     for limit, value in (
-        (resource.RLIMIT_DATA, memory_bytes),
+        (resource.RLIMIT_DATA, _private_bytes() + memory_bytes),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, _MAX_FILES),
@@ -40,6 +41,11 @@ def confine(memory_bytes: int, parent_pid: int) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         raise SystemExit(0)
+
+
+def _private_bytes() -> int:
+    with open("/proc/self/statm", "rb") as statm:
+        return int(statm.read().split()[5]) * resource.getpagesize()
 
 
 def silence() -> None:

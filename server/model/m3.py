@@ -3,7 +3,8 @@
 Owns the parameters. Knows nothing of requests, sampling or scheduling; the cache memory is handed in.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from server.kernels.attention_batch import AttentionBatch
+from server.kernels.patchify import patch_grid
 from server.kvcache.pools import CachePools
-from server.messages import MediaKind
 from server.model.config import M3Config
 from server.model.loader import load_parameters
 from server.model.progress import Progress, ProgressBar
@@ -106,25 +107,28 @@ class M3Model:
         """[S, hidden] rows of `forward` to [S, vocab] fp32."""
         return linear(hidden, self._lm_head).float()
 
+    @property
+    def media_segment_len(self) -> int:
+        """Temporal patches of a clip that see each other; clips may be encoded in pieces of so many."""
+        return self.config.vision.segment_max_temporal_patches if self.config.vision else 1
+
     @torch.inference_mode()
-    def encode_media(self, pixels: Tensor, kind: MediaKind, grid_thw: tuple[int, int, int]) -> Tensor:
-        """Features that replace the placeholder tokens of one picture or clip.
+    def encode_media(self, items: Sequence[Tensor]) -> list[Tensor]:
+        """Features that replace the placeholder tokens of pictures and clips, or of whole segments of clips.
 
         Args:
-            pixels: uint8 [t * h * w, 3, 14, 14] for a picture, [t * h * w, 3, 2, 14, 14] for a clip, in merge-block order.
-            kind: picture or clip; must agree with the layout of `pixels`.
-            grid_thw: temporal patches, patch rows, patch columns.
+            items: frames of each, [F, H, W, 3] uint8 RGB: one of a picture; an odd last frame of a clip counts twice.
 
         Returns:
-            [t * h * w / 4, hidden] in the model dtype.
+            of each item [t * h * w / 4, hidden] in the model dtype, where t = ceil(F / 2), h = H / 14, w = W / 14.
 
         Raises:
-            ValueError: the checkpoint has no vision tower, or pixels and grid do not fit together.
+            ValueError: the checkpoint has no vision tower, or sides are not multiples of 28.
         """
         if self._tower is None or self._projector is None:
             raise ValueError("this model has no vision tower")
-        num_frames, height, width = grid_thw
-        patch = (3, 14, 14) if kind is MediaKind.IMAGE else (3, 2, 14, 14)
-        if pixels.shape != (num_frames * height * width, *patch) or height % 2 or width % 2:
-            raise ValueError(f"pixels of shape {list(pixels.shape)} do not fit {kind} with grid {grid_thw}")
-        return self._projector(self._tower(pixels.to(self.device), grid_thw))
+        for frames in items:
+            if frames.dim() != 4 or not frames.numel() or frames.shape[3] != 3 or frames.shape[1] % 28 or frames.shape[2] % 28:
+                raise ValueError(f"frames of shape {list(frames.shape)} cannot be cut into patches")
+        features = self._projector(self._tower([frames.to(self.device) for frames in items]))
+        return list(torch.split(features, [math.prod(patch_grid(frames)) // 4 for frames in items]))

@@ -1,11 +1,13 @@
 """Features of the pictures and clips of every slot, and the rows of a step that they fill.
 
-An item is encoded when the first chunk that touches it comes, and its features stay until the slot is released; a chunk may
-begin or end anywhere inside it. A resumed sequence encodes again: its pixels stay in the slab as long as it is open.
+Media are encoded in pieces: a picture is one, a clip has one for every attention segment of its frames, because segments do
+not see each other. A piece is encoded when the first chunk that touches it comes, together with all other pieces of the
+step, and is let go when its last token was computed. So the tokens of a step bound what it encodes, and a long clip holds up
+others no longer than a long prompt does. A resumed sequence encodes again, unless the cache still has its pieces: its pixels
+stay in the slab as long as it is open.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,7 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from server.messages import MediaItem, MediaKind, SlabRef
+from server.messages import MediaItem, MediaKind, SlabRef, TokenRange
+from server.model.feature_cache import FeatureCache, FeatureKey
 from server.scheduler.plan import Chunk
 
 Pixels = npt.NDArray[np.uint8]
@@ -22,13 +25,18 @@ PixelReader = Callable[[SlabRef], Pixels]
 
 PATCH_SIZE = 14
 MERGED_PATCHES = 4
+TEMPORAL_PATCH = 2
 
 
 class MediaEncoder(Protocol):
     """The part of the model that is used here."""
 
-    def encode_media(self, pixels: Tensor, kind: MediaKind, grid_thw: tuple[int, int, int]) -> Tensor:
-        """Features [t * h * w / 4, hidden]."""
+    @property
+    def media_segment_len(self) -> int:
+        """Temporal patches of a clip that see each other."""
+
+    def encode_media(self, items: Sequence[Tensor]) -> list[Tensor]:
+        """Features [t * h * w / 4, hidden] of each item's frames [F, H, W, 3] uint8."""
 
 
 class MediaFeaturesError(Exception):
@@ -49,16 +57,63 @@ class FeatureRows:
 
 
 @dataclass(frozen=True)
+class _Piece:
+    """What is encoded as one.
+
+    Attributes:
+        key: its place in the cache.
+        item: whose it is.
+        first_frame, num_frames: which frames; the last piece of a clip may announce one frame more than there is.
+        ranges: where its features go.
+    """
+
+    key: FeatureKey
+    item: MediaItem
+    first_frame: int
+    num_frames: int
+    ranges: tuple[TokenRange, ...]
+
+    @property
+    def begin(self) -> int:
+        """Position of its first placeholder."""
+        return self.ranges[0].offset
+
+    @property
+    def end(self) -> int:
+        """Position behind its last placeholder."""
+        return self.ranges[-1].offset + self.ranges[-1].length
+
+    @property
+    def num_tokens(self) -> int:
+        """Placeholders."""
+        return sum(token_range.length for token_range in self.ranges)
+
+    def is_touched_by(self, chunk: Chunk) -> bool:
+        """Whether one of its placeholders is in the chunk."""
+        end = chunk.start + chunk.num_tokens
+        return any(part.offset < end and chunk.start < part.offset + part.length for part in self.ranges)
+
+
+@dataclass
 class _SlotMedia:
-    items: tuple[MediaItem, ...]
-    features: dict[int, Tensor] = field(default_factory=dict)
+    pieces: tuple[_Piece, ...]
+    features: dict[FeatureKey, Tensor] = field(default_factory=dict)
+    fault: Exception | None = None
 
 
 class MediaFeatures:
     """Media state of all slots."""
 
-    def __init__(self, encoder: MediaEncoder, read_pixels: PixelReader, device: torch.device) -> None:
-        """`read_pixels` returns the bytes of a slab range; it raises when the range was reused."""
+    def __init__(self, encoder: MediaEncoder, read_pixels: PixelReader, device: torch.device, cache_bytes: int = 0) -> None:
+        """Start empty.
+
+        Args:
+            encoder: the model.
+            read_pixels: returns the bytes of a slab range; raises when the range was reused.
+            device: of the features.
+            cache_bytes: device memory for features that no slot needs at the moment.
+        """
+        self.cache = FeatureCache(cache_bytes)
         self._encoder = encoder
         self._read_pixels = read_pixels
         self._device = device
@@ -67,45 +122,133 @@ class MediaFeatures:
     def admit(self, slot: int, items: tuple[MediaItem, ...]) -> None:
         """Take a slot with the items of its sequence."""
         if items:
-            self._slots[slot] = _SlotMedia(items)
+            pieces = [piece for item in items for piece in _pieces(item, self._encoder.media_segment_len)]
+            self._slots[slot] = _SlotMedia(tuple(pieces))
 
     def release(self, slot: int) -> None:
         """Drop the slot's features; a slot that holds nothing is ignored."""
         self._slots.pop(slot, None)
 
-    def rows_of(self, chunk: Chunk) -> list[FeatureRows]:
-        """What the chunk's placeholder tokens get instead of their embeddings.
+    def prepare(self, chunks: Iterable[Chunk]) -> None:
+        """Encode what the chunks touch and nobody has yet, in one batch; faults are kept for `rows_of`.
 
         Raises:
-            MediaFeaturesError: the item does not fit its description; whatever `read_pixels` and the encoder raise passes.
+            torch.AcceleratorError: the device itself is at fault, and with it every sequence.
+        """
+        frames: dict[FeatureKey, Tensor] = {}
+        wanted: list[tuple[_SlotMedia, _Piece]] = []
+        for chunk in chunks:
+            media = self._slots.get(chunk.slot)
+            if media is None:
+                continue
+            for piece in media.pieces:
+                if piece.key in media.features or not piece.is_touched_by(chunk):
+                    continue
+                features = self.cache.get(piece.key)
+                if features is not None:
+                    media.features[piece.key] = features
+                    continue
+                try:
+                    if piece.key not in frames:
+                        frames[piece.key] = self._frames(piece)
+                    wanted.append((media, piece))
+                except torch.AcceleratorError:
+                    raise
+                except Exception as error:
+                    media.fault = error
+        if frames:
+            self._encode(frames, wanted)
+
+    def rows_of(self, chunk: Chunk) -> list[FeatureRows]:
+        """What the chunk's placeholder tokens get instead of their embeddings; `prepare` was called with the chunk.
+
+        Raises:
+            MediaFeaturesError: an item does not fit its description; whatever `read_pixels` and the encoder raise passes.
         """
         media = self._slots.get(chunk.slot)
         if media is None:
             return []
+        if media.fault is not None:
+            raise media.fault
         end = chunk.start + chunk.num_tokens
         found: list[FeatureRows] = []
-        for i, item in enumerate(media.items):
+        for piece in media.pieces:
             first_feature = 0
-            for token_range in item.ranges:
+            for token_range in piece.ranges:
                 begin = max(token_range.offset, chunk.start)
                 stop = min(token_range.offset + token_range.length, end)
                 if begin < stop:
-                    if i not in media.features:
-                        media.features[i] = self._encode(item)
                     skipped = first_feature + begin - token_range.offset
-                    found.append(FeatureRows(begin - chunk.start, media.features[i][skipped : skipped + stop - begin]))
+                    features = media.features[piece.key][skipped : skipped + stop - begin]
+                    found.append(FeatureRows(begin - chunk.start, features))
                 first_feature += token_range.length
+        self._let_go(media, end)
         return found
 
-    def _encode(self, item: MediaItem) -> Tensor:
-        num_patches = math.prod(item.grid_thw)
-        patch = (3, PATCH_SIZE, PATCH_SIZE) if item.kind is MediaKind.IMAGE else (3, 2, PATCH_SIZE, PATCH_SIZE)
-        pixels = np.array(self._read_pixels(item.pixels))
-        if pixels.size != num_patches * math.prod(patch):
+    def _let_go(self, media: _SlotMedia, position: int) -> None:
+        """Drop the features of pieces that end at or before `position`, unless a later piece shows the same."""
+        needed = {piece.key for piece in media.pieces if piece.end > position}
+        for key in [key for key in media.features if key not in needed]:
+            del media.features[key]
+
+    def _frames(self, piece: _Piece) -> Tensor:
+        """Frames of a piece, [F, H, W, 3] uint8 on the device."""
+        item = piece.item
+        num_pairs, rows, columns = item.grid_thw
+        frame_bytes = rows * columns * PATCH_SIZE**2 * 3
+        num_frames, rest = divmod(item.pixels.num_bytes, frame_bytes) if frame_bytes else (0, 1)
+        expected = (1,) if item.kind is MediaKind.IMAGE else (2 * num_pairs - 1, 2 * num_pairs)
+        num_tokens = sum(part.length for part in item.ranges)
+        if rest or num_frames not in expected or num_tokens * MERGED_PATCHES != num_pairs * rows * columns:
+            raise MediaFeaturesError(f"{item.pixels.num_bytes} bytes of pixels for the grid {item.grid_thw}")
+        count = min(piece.num_frames, num_frames - piece.first_frame)
+        pixels = self._read_pixels(item.pixels)
+        if pixels.size != item.pixels.num_bytes:
             raise MediaFeaturesError(f"{pixels.size} bytes of pixels for the grid {item.grid_thw}")
-        patches = torch.from_numpy(pixels.reshape(num_patches, *patch)).to(self._device)
-        features = self._encoder.encode_media(patches, item.kind, item.grid_thw)
-        num_tokens = sum(token_range.length for token_range in item.ranges)
-        if features.shape[0] != num_tokens or num_tokens * MERGED_PATCHES != num_patches:
-            raise MediaFeaturesError(f"{features.shape[0]} features and {num_tokens} tokens for the grid {item.grid_thw}")
-        return features
+        stretch = pixels[piece.first_frame * frame_bytes :][: count * frame_bytes]
+        # No copy on the host: the range stays this sequence's at least until the step is over.
+        frames = stretch.reshape(count, rows * PATCH_SIZE, columns * PATCH_SIZE, 3)
+        return torch.from_numpy(frames).to(self._device)
+
+    def _encode(self, frames: dict[FeatureKey, Tensor], wanted: list[tuple[_SlotMedia, _Piece]]) -> None:
+        """Encode all `frames` together; one by one when that fails, to tell whose fault it is."""
+        outcomes: dict[FeatureKey, Tensor | Exception]
+        try:
+            outcomes = dict(zip(frames, self._encoder.encode_media(list(frames.values())), strict=True))
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            outcomes = {key: error if len(frames) == 1 else self._encode_alone(item) for key, item in frames.items()}
+        for media, piece in wanted:
+            features = outcomes[piece.key]
+            if isinstance(features, Exception):
+                media.fault = features
+            elif features.shape[0] != piece.num_tokens:
+                media.fault = MediaFeaturesError(f"{features.shape[0]} features for {piece.num_tokens} tokens")
+            else:
+                media.features[piece.key] = features
+                self.cache.put(piece.key, features)
+
+    def _encode_alone(self, frames: Tensor) -> Tensor | Exception:
+        try:
+            return self._encoder.encode_media([frames])[0]
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            return error
+
+
+def _pieces(item: MediaItem, segment_len: int) -> list[_Piece]:
+    """The parts of an item that are encoded on their own."""
+    if item.kind is MediaKind.IMAGE:
+        return [_Piece(FeatureKey(item.content_hash, 0), item, 0, 1, item.ranges)]
+    return [
+        _Piece(
+            FeatureKey(item.content_hash, number),
+            item,
+            start * TEMPORAL_PATCH,
+            segment_len * TEMPORAL_PATCH,
+            item.ranges[start : start + segment_len],
+        )
+        for number, start in enumerate(range(0, len(item.ranges), segment_len))
+    ]

@@ -51,6 +51,7 @@ class ModelRunner:
         base_seed: int,
         grammars: GrammarCompiler | None = None,
         poison_pages: bool = False,
+        feature_cache_bytes: int = 0,
     ) -> None:
         """Allocate the slots.
 
@@ -64,12 +65,13 @@ class ModelRunner:
             base_seed: for sequences without a seed.
             grammars: without it, a sequence with a grammar fails.
             poison_pages: fill fresh pages with NaN before use, so that a test sees every read of stale memory.
+            feature_cache_bytes: device memory for encoded media that later requests may show again.
         """
         self._model = model
         self._pools = pools
         self._poison_pages = poison_pages
         self._builder = BatchBuilder(max_num_seqs, max_model_len, pools.page_size, pools.device)
-        self._media = MediaFeatures(model, read_pixels, pools.device)
+        self._media = MediaFeatures(model, read_pixels, pools.device, feature_cache_bytes)
         self._scorer = PromptScorer(pools.device)
         self._sampler = Sampler(max_num_seqs, vocab_size, pools.device, base_seed, grammars)
 
@@ -109,12 +111,10 @@ class ModelRunner:
         usable: list[Chunk] = []
         media_rows: list[list[FeatureRows]] = []
         failures: list[SlotFailure] = []
+        self._media.prepare(chunks)
         for chunk in chunks:
             try:
                 rows = self._media.rows_of(chunk)
-            except torch.AcceleratorError:
-                # The device itself is at fault, and with it every sequence.
-                raise
             except Exception:
                 logger.exception("the media of slot %d cannot be encoded", chunk.slot)
                 failures.append(SlotFailure(chunk.slot, "a picture or clip of the request could not be encoded"))

@@ -1,22 +1,19 @@
-"""The vision tower: uint8 patches to one feature per patch.
+"""The vision tower: frames to one feature per patch, of several pictures and clips at once.
 
 A CLIP-like encoder with 3-D rotary positions and no norm after the last layer. Patches attend inside their segment only: a
 picture is one segment, a clip is cut every few temporal patches, and the temporal position restarts in each.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
+from server.kernels.patchify import patch_grid, patchify
 from server.kernels.vision_attention import segment_attention
 from server.model.config import VisionConfig
 from server.model.rope import patch_positions, rotate, vision_cos_sin
-
-# CLIP's RGB statistics, for pixel values in [0, 1].
-_PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class VisionLayer:
@@ -46,39 +43,43 @@ class VisionTower:
     """Patch projection and encoder."""
 
     def __init__(self, weights: Mapping[str, Tensor], config: VisionConfig) -> None:
-        self._patch = weights["vision.patch"].flatten(1)  # [hidden, 3 * 2 * 14 * 14] fp32
+        patch = weights["vision.patch"]  # [hidden, 3, 2, 14, 14] fp32
+        self._clip_patch = patch.flatten(1)
+        # Both frames of a still's temporal patch are equal, so one copy with the sum of their weights gives the same.
+        self._still_patch = patch.sum(2).flatten(1)
         self._pre_norm = weights["vision.pre_norm.weight"], weights["vision.pre_norm.bias"]
         self._layers = [VisionLayer(weights, f"vision.layers.{layer}", config) for layer in range(config.num_layers)]
         self._config = config
 
-    def __call__(self, pixels: Tensor, grid_thw: tuple[int, int, int]) -> Tensor:
-        """Encode the patches of one picture or clip.
+    def __call__(self, items: Sequence[Tensor]) -> Tensor:
+        """Encode pictures and clips; they share the matrix products and do not see each other.
 
         Args:
-            pixels: [N, 3, 14, 14] uint8 for a picture (both frames of its temporal patch are the same) or
-                [N, 3, 2, 14, 14] for a clip, N = t * h * w, in merge-block order.
-            grid_thw: temporal patches, patch rows, patch columns.
+            items: frames of each, [F, H, W, 3] uint8 RGB, H and W multiples of 28.
 
         Returns:
-            [N, hidden] in the model dtype.
+            [N, hidden] in the model dtype, N = the items' t * h * w together, each in merge-block order.
         """
         config = self._config
-        x = linear(self._normalized(pixels), self._patch).to(self._pre_norm[0].dtype)
+        x = torch.cat([self._projected(frames) for frames in items]).to(self._pre_norm[0].dtype)
         x = layer_norm(x, (config.hidden_size,), *self._pre_norm, config.layer_norm_eps)
         segment_len = config.segment_max_temporal_patches
-        positions = patch_positions(grid_thw, config.spatial_merge_size, segment_len)
-        cos, sin = vision_cos_sin(config, positions.to(x.device))
-        num_frames, height, width = grid_thw
-        bounds = [*range(0, num_frames, segment_len), num_frames]
-        segment_start = torch.tensor(bounds, dtype=torch.int32) * (height * width)
+        positions: list[Tensor] = []
+        bounds = [0]
+        for frames in items:
+            grid = patch_grid(frames)
+            positions.append(patch_positions(grid, config.spatial_merge_size, segment_len))
+            num_pairs, height, width = grid
+            start = bounds[-1]
+            bounds += [
+                start + min(end, num_pairs) * height * width for end in range(segment_len, num_pairs + segment_len, segment_len)
+            ]
+        cos, sin = vision_cos_sin(config, torch.cat(positions).to(x.device))
+        segment_start = torch.tensor(bounds, dtype=torch.int32)
         for layer in self._layers:
             x = layer(x, cos, sin, segment_start)
         return x
 
-    def _normalized(self, pixels: Tensor) -> Tensor:
-        """uint8 patches to [N, 3 * 2 * 14 * 14] fp32 with CLIP's statistics."""
-        if pixels.dim() == 4:
-            pixels = pixels[:, :, None].expand(-1, -1, self._config.temporal_patch_size, -1, -1)
-        mean = torch.tensor(_PIXEL_MEAN, device=pixels.device).view(3, 1, 1, 1) * 255.0
-        std = torch.tensor(_PIXEL_STD, device=pixels.device).view(3, 1, 1, 1) * 255.0
-        return ((pixels.float() - mean) / std).flatten(1)
+    def _projected(self, frames: Tensor) -> Tensor:
+        """[F, H, W, 3] uint8 to [t * h * w, hidden] fp32."""
+        return linear(patchify(frames), self._still_patch if frames.shape[0] == 1 else self._clip_patch)

@@ -16,6 +16,7 @@ from server.api.engine_client import EngineState
 from server.api.request_stream import RequestStream
 from server.errors import BadRequestError, EngineUnavailableError, MediaError, OverloadedError
 from server.grammars import GrammarError, GrammarTokenizer
+from server.media.geometry import Size
 from server.media.types import MediaPlan
 from server.messages import (
     Failed,
@@ -214,7 +215,7 @@ class ScriptedMedia:
         for source in sources:
             if source.data.startswith(b"bad"):
                 raise MediaError("cannot be decoded", param=source.param)
-        return tuple(MediaPlan(s.kind, s.data[:32].ljust(32), (1, 4, 4), 4, 16 * 588, None, s) for s in sources)
+        return tuple(MediaPlan(s.kind, s.data[:32].ljust(32), Size(56, 56), (0,), None, s) for s in sources)
 
     async def load(self, plans):
         self.loading.set()

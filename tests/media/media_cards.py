@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from server.media.geometry import Size
+from server.media.image import fill_image
+
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 
 
@@ -35,6 +38,13 @@ def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def decode_image(data: bytes, size: Size, *, max_pixels: int) -> np.ndarray:
+    """What `fill_image` writes, [height, width, 3] uint8."""
+    out = np.full(size.height * size.width * 3, 77, np.uint8)
+    fill_image(data, size, max_pixels=max_pixels, out=out)
+    return out.reshape(size.height, size.width, 3)
 
 
 def png_chunk(name: bytes, payload: bytes) -> bytes:

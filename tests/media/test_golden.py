@@ -5,24 +5,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from media_cards import encode, picture
+import torch
+from media_cards import decode_image, encode, picture
 from PIL import Image
 
-from server.media.geometry import IMAGE_AREA, VIDEO_AREA, segments
-from server.media.image import fill_image, plan_image
-from server.media.patchify import CLIP_PATCH_BYTES
-from server.media.video import preprocess_frames
+from server.kernels.patchify import patchify_torch
+from server.media.geometry import IMAGE_AREA, VIDEO_AREA, Size, grid_of, segments, target_size
+from server.media.image import plan_image
+from server.media.resize import resize_into
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "preprocess.json").read_text())
-MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+PATCH_LEN = 3 * 2 * 14 * 14
 MAX_PIXELS = 1 << 26
 
 
-def normalized(patches: np.ndarray) -> np.ndarray:
-    """[N, 3, 2, 14, 14] uint8 -> [N, 1176] float32, as the model does it."""
-    mean, std = (255 * MEAN).reshape(1, 3, 1, 1, 1), (255 * STD).reshape(1, 3, 1, 1, 1)
-    return ((patches.astype(np.float32) - mean) / std).reshape(len(patches), CLIP_PATCH_BYTES)
+def patches_of(frames: np.ndarray) -> np.ndarray:
+    """[F, H, W, 3] uint8 -> [N, 1176] float32, as the model does it."""
+    return patchify_torch(torch.from_numpy(frames)).numpy()
 
 
 def levels_off(flat: np.ndarray, golden: dict) -> np.ndarray:
@@ -31,7 +31,7 @@ def levels_off(flat: np.ndarray, golden: dict) -> np.ndarray:
     assert flat.mean() == pytest.approx(golden["mean"], abs=2e-4)
     assert flat.std() == pytest.approx(golden["std"], abs=2e-4)
     index = np.array(golden["index"])
-    level = 1 / (255 * STD[index % CLIP_PATCH_BYTES // (CLIP_PATCH_BYTES // 3)])
+    level = 1 / (255 * STD[index % PATCH_LEN // (PATCH_LEN // 3)])
     return np.rint(np.abs(flat.reshape(-1)[index] - np.array(golden["value"])) / level)
 
 
@@ -39,20 +39,21 @@ def image_levels_off(golden: dict) -> np.ndarray:
     card = Image.fromarray(picture(golden["width"], golden["height"], golden["seed"]))
     data = encode(card, "BMP")
     plan = plan_image(data, IMAGE_AREA, max_pixels=MAX_PIXELS)
-    assert list(plan.grid_thw) == golden["grid_thw"]
-    flat = np.zeros(plan.num_bytes, np.uint8)
-    fill_image(data, plan.size, max_pixels=MAX_PIXELS, out=flat)
-    stills = flat.reshape(-1, 3, 1, 14, 14)
-    return levels_off(normalized(np.repeat(stills, 2, axis=2)), golden)
+    assert list(grid_of(plan.size)) == golden["grid_thw"]
+    still = decode_image(data, plan.size, max_pixels=MAX_PIXELS)
+    return levels_off(patches_of(np.stack([still, still])), golden)
 
 
 def clip_levels_off(golden: dict) -> np.ndarray:
     frames = np.stack(
         [picture(golden["width"], golden["height"], 1000 * golden["seed"] + frame) for frame in range(golden["frames"])]
     )
-    grid, patches = preprocess_frames(frames, VIDEO_AREA)
-    assert [list(segment) for segment in segments(grid)] == golden["segments_thw"]
-    return levels_off(normalized(patches), golden)
+    size = target_size(Size(golden["width"], golden["height"]), VIDEO_AREA)
+    resized = np.empty((len(frames), size.height, size.width, 3), np.uint8)
+    for frame, out in zip(frames, resized, strict=True):
+        resize_into(frame, out)
+    assert [list(segment) for segment in segments(grid_of(size, len(frames)))] == golden["segments_thw"]
+    return levels_off(patches_of(resized if len(resized) > 1 else np.repeat(resized, 2, axis=0)), golden)
 
 
 @pytest.mark.parametrize(("kind", "of"), [("images", image_levels_off), ("videos", clip_levels_off)])

@@ -7,12 +7,12 @@ import zlib
 
 import numpy as np
 import pytest
-from media_cards import BLUE, RED, WHITE, encode, halves, png_chunk, png_header, png_with
+from media_cards import BLUE, RED, WHITE, decode_image, encode, halves, png_chunk, png_header, png_with
 from PIL import Image
 
 from server.errors import MediaError
-from server.media.geometry import IMAGE_AREA, IMAGE_LONG_SIDE, Size, long_side_rule
-from server.media.image import decode_image, plan_image
+from server.media.geometry import IMAGE_AREA, IMAGE_LONG_SIDE, Size, grid_of, long_side_rule, num_tokens
+from server.media.image import plan_image
 from server.media.sniff import sniff
 
 MAX_PIXELS = 1 << 26
@@ -29,14 +29,14 @@ def colours(data):
     pixels = decode_image(data, found.size, max_pixels=MAX_PIXELS)
     height, width, _ = pixels.shape
     assert (width, height) == (found.size.width, found.size.height)
-    return pixels[height // 2, width // 4], pixels[height // 2, width * 3 // 4], found.num_tokens
+    return pixels[height // 2, width // 4], pixels[height // 2, width * 3 // 4], num_tokens(grid_of(found.size))
 
 
-def assert_colours(data, left, right, *, num_tokens=6, within=3):
-    left_seen, right_seen, tokens = colours(data)
+def assert_colours(data, left, right, *, tokens=6, within=3):
+    left_seen, right_seen, tokens_seen = colours(data)
     assert np.abs(left_seen.astype(int) - left).max() <= within
     assert np.abs(right_seen.astype(int) - right).max() <= within
-    assert tokens == num_tokens
+    assert tokens_seen == tokens
 
 
 def assert_refused(data, message):
@@ -88,12 +88,12 @@ class TestFormats:
 
     def test_icon_of_several_sizes_shows_its_largest(self):
         data = encode(halves(128, 128), "ICO", sizes=[(16, 16), (128, 128), (32, 32)])
-        assert_colours(data, RED, BLUE, num_tokens=25)
+        assert_colours(data, RED, BLUE, tokens=25)
 
     def test_icon_that_is_larger_than_it_declares(self):
         inner = encode(halves(128, 128), "PNG")
         entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(inner), 22)
-        assert_colours(struct.pack("<HHH", 0, 1, 1) + entry + inner, RED, BLUE, num_tokens=25)
+        assert_colours(struct.pack("<HHH", 0, 1, 1) + entry + inner, RED, BLUE, tokens=25)
 
     def test_bitmap_stored_from_top_to_bottom(self):
         data = bytearray(encode(halves(), "BMP"))
@@ -333,7 +333,7 @@ class TestPlan:
     def test_small_pictures_grow(self, size, tokens):
         data = encode(Image.new("RGB", size, RED), "PNG")
         found = plan(data)
-        assert found.num_tokens == tokens
+        assert num_tokens(grid_of(found.size)) == tokens
         assert (decode_image(data, found.size, max_pixels=MAX_PIXELS) == RED).all()
 
     def test_no_pixel_is_decoded(self):

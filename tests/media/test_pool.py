@@ -16,40 +16,45 @@ from server.errors import EngineUnavailableError, MediaError
 from server.media import pool as pool_module
 from server.media.geometry import IMAGE_AREA, Size
 from server.media.pool import PoolConfig, WorkerPool
-from server.media.process import COMMAND, WorkerDiedError
 from server.media.protocol import Filled, FillTask, PlanTask, Setup
 from server.media.slab import MediaSlab
+from server.media.spawner import COMMAND, Spawner, WorkerDiedError
 from server.media.types import ImagePlan
 from server.messages import SlabRef
 
 PICTURE = encode(halves(), "PNG")
 PLAN = PlanTask(rule=IMAGE_AREA, max_pixels=1 << 26)
 GREET_AND_DIE = """
-import os, socket
 import msgspec
+from server.media.forkserver import serve
 from server.media.protocol import HEADER, Hello
-connection = socket.socket(fileno=0)
-message_len, _ = HEADER.unpack(connection.recv(HEADER.size))
-connection.recv(message_len, socket.MSG_WAITALL)
-hello = msgspec.msgpack.encode(Hello())
-connection.sendall(HEADER.pack(len(hello), 0) + hello)
-connection.recv(1)
-os._exit(1)
+
+def greet_and_die(connection, parent_pid):
+    message_len, _ = HEADER.unpack(connection.recv(HEADER.size))
+    connection.recv(message_len)
+    hello = msgspec.msgpack.encode(Hello())
+    connection.sendall(HEADER.pack(len(hello), 0) + hello)
+    connection.recv(1)
+
+serve(greet_and_die)
 """
 
 
+def submit(pool, task, body, **options):
+    return pool.submit(task, body, **{"timeout_s": 30, **options})
+
+
 @contextlib.asynccontextmanager
-async def running(tmp_path, *, memory_bytes=1 << 30, **options):
+async def running(tmp_path, spawner, *, memory_bytes=1 << 30, **options):
     slab = MediaSlab(1 << 20, directories=[tmp_path])
     config = {
         "num_workers": 1,
-        "task_timeout_s": 30,
         "start_timeout_s": 30,
         "recycle_tasks": 1000,
         "recycle_bytes": 1 << 40,
         **options,
     }
-    pool = WorkerPool(PoolConfig(**config), Setup(slab_name=slab.name, memory_bytes=memory_bytes))
+    pool = WorkerPool(PoolConfig(**config), Setup(slab_name=slab.name, memory_bytes=memory_bytes), spawner)
     try:
         await pool.start()
         yield pool, slab
@@ -75,118 +80,120 @@ def gone(pid):
     return False
 
 
-def test_a_task_is_answered_and_a_bad_picture_is_a_media_error_with_its_field(tmp_path):
+def test_a_task_is_answered_and_a_bad_picture_is_a_media_error_with_its_field(tmp_path, spawner):
     async def main():
-        async with running(tmp_path) as (pool, _):
-            good, bad = pool.submit(PLAN, PICTURE), pool.submit(PLAN, b"junk", param="messages[0]")
+        async with running(tmp_path, spawner) as (pool, _):
+            good, bad = submit(pool, PLAN, PICTURE), submit(pool, PLAN, b"junk", param="messages[0]")
             assert isinstance(await good.outcome(), ImagePlan)
             with pytest.raises(MediaError, match="unknown type") as caught:
                 await bad.outcome()
             assert caught.value.param == "messages[0]"
-            assert pool.num_deaths == 0
+            assert pool.totals.num_deaths == 0
 
     run(main())
 
 
-def test_a_worker_killed_in_the_middle_of_a_task_is_replaced_and_the_task_tried_again(tmp_path):
+def test_a_worker_killed_in_the_middle_of_a_task_is_replaced_and_the_task_tried_again(tmp_path, spawner):
     async def main():
-        async with running(tmp_path) as (pool, _):
+        async with running(tmp_path, spawner) as (pool, _):
             (pid,) = pool.pids
             os.kill(pid, signal.SIGSTOP)
-            job = pool.submit(PLAN, PICTURE)
+            job = submit(pool, PLAN, PICTURE)
             await until_running(job)
             os.kill(pid, signal.SIGKILL)
             assert isinstance(await job.outcome(), ImagePlan)
-            assert pool.num_deaths == 1
+            assert pool.totals.num_deaths == 1
             assert pid not in pool.pids
-            assert gone(pid)
+            await until(lambda: gone(pid))
 
     run(main())
 
 
 def test_a_task_that_kills_two_workers_is_refused_and_leaves_the_pool_whole(tmp_path):
     async def main():
-        async with running(tmp_path, command=(sys.executable, "-c", GREET_AND_DIE)) as (pool, _):
-            job = pool.submit(PLAN, PICTURE, param="messages[3]")
+        own = Spawner((sys.executable, "-c", GREET_AND_DIE))
+        async with running(tmp_path, own) as (pool, _):
+            job = submit(pool, PLAN, PICTURE, param="messages[3]")
             with pytest.raises(MediaError, match="cannot be decoded") as caught:
                 await job.outcome()
             assert caught.value.param == "messages[3]"
             assert caught.value.status == 400
-            assert pool.num_deaths == 2
+            assert pool.totals.num_deaths == 2
             with pytest.raises(MediaError):
-                await pool.submit(PLAN, PICTURE).outcome()
-            assert pool.num_deaths == 4
+                await submit(pool, PLAN, PICTURE).outcome()
+            assert pool.totals.num_deaths == 4
+        await own.close()
 
     run(main())
 
 
-def test_a_worker_killed_while_idle_costs_nobody_anything(tmp_path):
+def test_a_worker_killed_while_idle_costs_nobody_anything(tmp_path, spawner):
     async def main():
-        async with running(tmp_path) as (pool, _):
+        async with running(tmp_path, spawner) as (pool, _):
             (pid,) = pool.pids
             os.kill(pid, signal.SIGKILL)
-            assert isinstance(await pool.submit(PLAN, PICTURE).outcome(), ImagePlan)
+            assert isinstance(await submit(pool, PLAN, PICTURE).outcome(), ImagePlan)
             assert pid not in pool.pids
 
     run(main())
 
 
-def test_a_task_past_its_deadline_is_refused_and_its_worker_killed(tmp_path):
+def test_a_task_past_its_deadline_is_refused_and_its_worker_killed(tmp_path, spawner):
     async def main():
-        async with running(tmp_path, task_timeout_s=2.0) as (pool, _):
+        async with running(tmp_path, spawner) as (pool, _):
             (pid,) = pool.pids
             os.kill(pid, signal.SIGSTOP)
-            late, next_one = pool.submit(PLAN, PICTURE), pool.submit(PLAN, PICTURE)
+            late, next_one = submit(pool, PLAN, PICTURE, timeout_s=0.5), submit(pool, PLAN, PICTURE)
             with pytest.raises(MediaError, match="too long"):
                 await late.outcome()
             assert isinstance(await next_one.outcome(), ImagePlan)
-            assert gone(pid)
+            await until(lambda: gone(pid))
 
     run(main())
 
 
-def test_workers_are_replaced_after_their_share_of_tasks(tmp_path):
+def test_workers_are_replaced_after_their_share_of_tasks(tmp_path, spawner):
     async def main():
-        async with running(tmp_path, recycle_tasks=2) as (pool, _):
+        async with running(tmp_path, spawner, recycle_tasks=2) as (pool, _):
             for _ in range(5):
-                assert isinstance(await pool.submit(PLAN, PICTURE).outcome(), ImagePlan)
-            assert pool.num_started == 3
-            assert pool.num_deaths == 0
+                assert isinstance(await submit(pool, PLAN, PICTURE).outcome(), ImagePlan)
+            assert pool.totals.num_started == 3
+            assert pool.totals.num_deaths == 0
 
     run(main())
 
 
-def test_a_worker_that_has_grown_is_replaced(tmp_path):
+def test_a_worker_that_has_grown_is_replaced(tmp_path, spawner):
     async def main():
-        async with running(tmp_path, recycle_bytes=1) as (pool, _):
+        async with running(tmp_path, spawner, recycle_bytes=1) as (pool, _):
             for _ in range(3):
-                await pool.submit(PLAN, PICTURE).outcome()
-            assert pool.num_started >= 3
+                await submit(pool, PLAN, PICTURE).outcome()
+            assert pool.totals.num_started >= 3
 
     run(main())
 
 
-def test_the_size_of_the_front_is_not_taken_for_the_workers(tmp_path):
+def test_the_size_of_the_front_is_not_taken_for_the_workers(tmp_path, spawner):
     async def main():
         ballast = bytearray(300 << 20)
         ballast[:: 1 << 12] = b"x" * len(ballast[:: 1 << 12])
-        async with running(tmp_path, recycle_bytes=250 << 20) as (pool, _):
+        async with running(tmp_path, spawner, recycle_bytes=250 << 20) as (pool, _):
             for _ in range(3):
-                await pool.submit(PLAN, PICTURE).outcome()
-            assert pool.num_started == 1
+                await submit(pool, PLAN, PICTURE).outcome()
+            assert pool.totals.num_started == 1
 
     run(main())
 
 
-def test_sending_much_to_a_stuck_worker_holds_up_neither_the_loop_nor_another_worker(tmp_path):
+def test_sending_much_to_a_stuck_worker_holds_up_neither_the_loop_nor_another_worker(tmp_path, spawner):
     async def main():
-        async with running(tmp_path, num_workers=2) as (pool, _):
+        async with running(tmp_path, spawner, num_workers=2) as (pool, _):
             stuck_pid = pool.pids[0]
             os.kill(stuck_pid, signal.SIGSTOP)
             large = bytes(30 << 20)
-            jobs = [pool.submit(PLAN, large)]
+            jobs = [submit(pool, PLAN, large)]
             await until_running(jobs[0])
-            jobs += [pool.submit(PLAN, PICTURE) for _ in range(5)]
+            jobs += [submit(pool, PLAN, PICTURE) for _ in range(5)]
             for job in jobs[1:]:
                 assert isinstance(await job.outcome(), ImagePlan)
             os.kill(stuck_pid, signal.SIGCONT)
@@ -196,12 +203,12 @@ def test_sending_much_to_a_stuck_worker_holds_up_neither_the_loop_nor_another_wo
     run(main())
 
 
-def test_a_cancelled_job_that_is_queued_never_runs(tmp_path):
+def test_a_cancelled_job_that_is_queued_never_runs(tmp_path, spawner):
     async def main():
-        async with running(tmp_path) as (pool, _):
+        async with running(tmp_path, spawner) as (pool, _):
             (pid,) = pool.pids
             os.kill(pid, signal.SIGSTOP)
-            first, second, third = (pool.submit(PLAN, PICTURE) for _ in range(3))
+            first, second, third = (submit(pool, PLAN, PICTURE) for _ in range(3))
             await until_running(first)
             second.cancel()
             assert second.done
@@ -214,12 +221,12 @@ def test_a_cancelled_job_that_is_queued_never_runs(tmp_path):
     run(main())
 
 
-def test_a_cancelled_job_that_runs_ends_by_itself_and_tells(tmp_path):
+def test_a_cancelled_job_that_runs_ends_by_itself_and_tells(tmp_path, spawner):
     async def main():
-        async with running(tmp_path) as (pool, _):
+        async with running(tmp_path, spawner) as (pool, _):
             (pid,) = pool.pids
             os.kill(pid, signal.SIGSTOP)
-            job = pool.submit(PLAN, PICTURE)
+            job = submit(pool, PLAN, PICTURE)
             await until_running(job)
             ended = asyncio.Event()
             job.cancel()
@@ -228,90 +235,94 @@ def test_a_cancelled_job_that_runs_ends_by_itself_and_tells(tmp_path):
             assert not ended.is_set()
             os.kill(pid, signal.SIGCONT)
             await ended.wait()
-            assert pool.num_deaths == 0
+            assert pool.totals.num_deaths == 0
 
     run(main())
 
 
-def test_an_abandoned_job_is_not_tried_again(tmp_path):
+def test_an_abandoned_job_is_not_tried_again(tmp_path, spawner):
     async def main():
-        async with running(tmp_path) as (pool, _):
+        async with running(tmp_path, spawner) as (pool, _):
             (pid,) = pool.pids
             os.kill(pid, signal.SIGSTOP)
-            job = pool.submit(PLAN, PICTURE)
+            job = submit(pool, PLAN, PICTURE)
             await until_running(job)
             job.cancel()
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(MediaError):
                 await job.outcome()
-            assert pool.num_deaths == 1
+            assert pool.totals.num_deaths == 1
 
     run(main())
 
 
-def test_a_stale_range_is_not_written(tmp_path, caplog):
+def test_a_stale_range_is_not_written(tmp_path, spawner, caplog):
     async def main():
-        async with running(tmp_path) as (pool, slab):
+        async with running(tmp_path, spawner) as (pool, slab):
             (ref,) = await slab.allocate([96 * 64 * 3])
             size = Size(84, 56)
             num_bytes = 84 * 56 * 3
             fill = FillTask(size=size, max_pixels=1 << 20, ref=SlabRef(ref.offset, num_bytes, ref.generation))
-            assert isinstance(await pool.submit(fill, PICTURE).outcome(), Filled)
+            assert isinstance(await submit(pool, fill, PICTURE).outcome(), Filled)
             slab.free(ref)
             with pytest.raises(MediaError, match="cannot be decoded"):
-                await pool.submit(fill, PICTURE).outcome()
+                await submit(pool, fill, PICTURE).outcome()
             assert "generation" in caplog.text
 
     run(main())
 
 
-def test_a_picture_that_needs_too_much_memory_is_refused_and_the_worker_lives(tmp_path):
+def test_a_picture_that_needs_too_much_memory_is_refused_and_the_worker_lives(tmp_path, spawner):
     async def main():
-        async with running(tmp_path, memory_bytes=150 << 20) as (pool, slab):
+        async with running(tmp_path, spawner, memory_bytes=150 << 20) as (pool, slab):
             large = encode(Image.new("RGBA", (7000, 7000)), "BMP")[:1000]  # its pixels are wanted before they are missed
             (ref,) = await slab.allocate([28 * 28 * 3])
             with pytest.raises(MediaError, match="memory"):
-                await pool.submit(FillTask(size=Size(28, 28), max_pixels=1 << 26, ref=ref), large).outcome()
-            assert isinstance(await pool.submit(PLAN, PICTURE).outcome(), ImagePlan)
-            assert pool.num_deaths == 0
+                await submit(pool, FillTask(size=Size(28, 28), max_pixels=1 << 26, ref=ref), large).outcome()
+            assert isinstance(await submit(pool, PLAN, PICTURE).outcome(), ImagePlan)
+            assert pool.totals.num_deaths == 0
 
     run(main())
 
 
-def test_closing_ends_workers_and_jobs(tmp_path):
+def test_closing_ends_workers_and_jobs(tmp_path, spawner):
     async def main():
-        async with running(tmp_path) as (pool, _):
+        async with running(tmp_path, spawner) as (pool, _):
             pids = pool.pids
             os.kill(pids[0], signal.SIGSTOP)
-            jobs = [pool.submit(PLAN, PICTURE) for _ in range(3)]
+            jobs = [submit(pool, PLAN, PICTURE) for _ in range(3)]
             await until_running(jobs[0])
             await pool.close()
-            for job in (*jobs, pool.submit(PLAN, PICTURE)):
+            for job in (*jobs, submit(pool, PLAN, PICTURE)):
                 with pytest.raises(EngineUnavailableError, match="shutting down"):
                     await job.outcome()
-            assert all(gone(pid) for pid in pids)
+            await until(lambda: all(gone(pid) for pid in pids))
 
     run(main())
 
 
 @pytest.mark.parametrize(
     ("command", "error"),
-    [(("/does/not/exist",), OSError), ((sys.executable, "-c", "pass"), WorkerDiedError), (("/bin/cat",), WorkerDiedError)],
+    [(("/does/not/exist",), OSError), ((sys.executable, "-c", "pass"), WorkerDiedError), (("/bin/false",), WorkerDiedError)],
 )
 def test_a_pool_whose_workers_cannot_start_says_so(tmp_path, command, error):
     async def main():
+        own = Spawner(command)
         with pytest.raises(error):
-            async with running(tmp_path, num_workers=2, command=command):
+            async with running(tmp_path, own, num_workers=2):
                 pass
+        assert own.pid is None
 
     run(main())
 
 
 def test_a_worker_that_never_greets_is_killed(tmp_path):
     async def main():
+        own = Spawner(("/bin/sh", "-c", "exec sleep 600"))
         with pytest.raises(TimeoutError):
-            async with running(tmp_path, start_timeout_s=0.2, command=("/bin/sh", "-c", "exec sleep 600")):
+            async with running(tmp_path, own, start_timeout_s=0.2):
                 pass
+        assert own.pid is None
 
     run(main())
 
@@ -323,15 +334,19 @@ def test_jobs_do_not_wait_for_workers_that_cannot_be_replaced(tmp_path, monkeypa
     command = ("/bin/sh", "-c", f'test -e {allowed} && exec {" ".join(COMMAND)} "$0"')
 
     async def main():
-        async with running(tmp_path, command=command) as (pool, _):
+        own = Spawner(command)
+        async with running(tmp_path, own) as (pool, _):
             allowed.unlink()
-            os.kill(pool.pids[0], signal.SIGKILL)
+            (pid,) = pool.pids
+            os.kill(own.pid, signal.SIGKILL)
+            await until(lambda: gone(pid))  # workers go with it
             for _ in range(2):
                 with pytest.raises(EngineUnavailableError, match="try again later"):
-                    await pool.submit(PLAN, PICTURE).outcome()
+                    await submit(pool, PLAN, PICTURE).outcome()
             allowed.touch()
             await until(lambda: pool.pids)
-            assert isinstance(await pool.submit(PLAN, PICTURE).outcome(), ImagePlan)
+            assert isinstance(await submit(pool, PLAN, PICTURE).outcome(), ImagePlan)
+        await own.close()
         assert "cannot start" in caplog.text
 
     run(main())
@@ -343,10 +358,11 @@ import asyncio, os, pathlib, signal, sys
 from server.media.pool import PoolConfig, WorkerPool
 from server.media.protocol import Setup
 from server.media.slab import MediaSlab
+from server.media.spawner import COMMAND, Spawner, WorkerDiedError
 
 async def main():
     slab = MediaSlab(1, directories=[pathlib.Path(sys.argv[1])])
-    config = PoolConfig(num_workers=2, task_timeout_s=9, start_timeout_s=30, recycle_tasks=9, recycle_bytes=1 << 40)
+    config = PoolConfig(num_workers=2, start_timeout_s=30, recycle_tasks=9, recycle_bytes=1 << 40)
     pool = WorkerPool(config, Setup(slab_name=slab.name, memory_bytes=1 << 30))
     await pool.start()
     os.kill(pool.pids[0], signal.SIGSTOP)  # one cannot notice that its socket is closed

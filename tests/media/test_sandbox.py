@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from server.media.process import worker_environment
+from server.media.spawner import worker_environment
 
 MEMORY_BYTES = 400 << 20
 CONFINED = f"""
@@ -83,5 +83,6 @@ def test_the_environment_carries_no_secrets(monkeypatch):
     assert set(environment) <= {
         *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG", "LC_ALL"),
         *("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+        *("MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
     }
     assert environment["PYTHONPATH"].endswith(os.pathsep + "/somewhere")

@@ -37,10 +37,16 @@ class NotingModel:
         logits[[row for row in self.broken_rows if row < len(logits)]] = torch.nan
         return logits
 
-    def encode_media(self, pixels, kind, grid_thw):
-        self.encoded.append((pixels.shape, kind))
-        first = pixels.flatten()[0].item()
-        return first + torch.arange(pixels.shape[0] // 4)[:, None].expand(-1, HIDDEN) / 100
+    media_segment_len = 4
+
+    def encode_media(self, items):
+        self.encoded.append([tuple(frames.shape) for frames in items])
+        return [self.features(frames) for frames in items]
+
+    def features(self, frames):
+        first = frames.flatten()[0].item()
+        num_tokens = (frames.shape[0] + 1) // 2 * frames.shape[1] * frames.shape[2] // 28**2
+        return first + torch.arange(num_tokens)[:, None].expand(-1, HIDDEN) / 100
 
 
 @pytest.fixture
@@ -184,7 +190,7 @@ def test_poison_covers_fresh_pages_and_spares_the_prefix(model, pools):
 
 def picture(first_pixel, offset, num_tokens=4):
     ref = SlabRef(first_pixel, num_tokens * 4 * 3 * 14 * 14, 1)
-    return MediaItem(MediaKind.IMAGE, b"h" * 32, (1, 2, 2 * num_tokens), (TokenRange(offset, num_tokens),), ref)
+    return MediaItem(MediaKind.IMAGE, bytes([first_pixel]) * 32, (1, 2, 2 * num_tokens), (TokenRange(offset, num_tokens),), ref)
 
 
 def test_only_the_features_of_the_chunk_are_placed(runner, model):
@@ -202,7 +208,7 @@ def test_only_the_features_of_the_chunk_are_placed(runner, model):
     assert model.steps[-1][2][1][:, 0].tolist() == pytest.approx([20.03])
     step(runner, Chunk(1, 11, 1, (), samples=True))
     assert model.steps[-1][2] is None
-    assert model.encoded == [(torch.Size([16, 3, 14, 14]), MediaKind.IMAGE)] * 2
+    assert model.encoded == [[(1, 28, 112, 3)]] * 2
 
 
 def test_the_features_of_a_clip_fill_its_ranges_in_order(runner, model):
@@ -212,7 +218,64 @@ def test_the_features_of_a_clip_fill_its_ranges_in_order(runner, model):
     rows, features = model.steps[-1][2]
     assert rows.tolist() == [0, 3, 4]
     assert features[:, 0].tolist() == pytest.approx([30.01, 30.02, 30.03])
-    assert model.encoded == [(torch.Size([16, 3, 2, 14, 14]), MediaKind.VIDEO)]
+    assert model.encoded == [[(4, 28, 56, 3)]]
+
+
+def clip_of(first_pixel, offset, num_pairs, num_frames=None):
+    """One token per temporal patch, with a token of text between them."""
+    ref = SlabRef(first_pixel, (2 * num_pairs if num_frames is None else num_frames) * 28 * 28 * 3, 1)
+    ranges = tuple(TokenRange(offset + 2 * pair, 1) for pair in range(num_pairs))
+    return MediaItem(MediaKind.VIDEO, bytes([first_pixel]) * 32, (num_pairs, 2, 2), ranges, ref)
+
+
+def test_a_step_encodes_only_the_segments_of_a_clip_that_it_touches_and_lets_them_go(runner, model):
+    sequence = new(0, range(24), media=(clip_of(50, 1, 10, num_frames=19),))
+    step(runner, Chunk(0, 0, 4, (1,), samples=False), new_sequences=[sequence])
+    assert model.encoded == [[(8, 28, 28, 3)]]
+    step(runner, Chunk(0, 4, 4, (2,), samples=False))
+    assert len(model.encoded) == 1
+    step(runner, Chunk(0, 8, 12, (3, 4, 5), samples=False))
+    assert model.encoded[1:] == [[(8, 28, 28, 3), (3, 28, 28, 3)]]
+    assert len(model.steps[-1][2][0]) == 6
+    assert not runner._media._slots[0].features.keys() - {runner._media._slots[0].pieces[2].key}
+
+
+def test_the_items_of_all_sequences_are_encoded_in_one_batch_and_equal_ones_once(runner, model):
+    media = (picture(10, 0, num_tokens=1), picture(10, 1, num_tokens=1), picture(20, 2, num_tokens=2))
+    sequences = [new(0, range(4), media=media), new(1, range(4), media=media[::-1][:1])]
+    step(runner, *(Chunk(slot, 0, 4, (slot,), samples=True) for slot in (0, 1)), new_sequences=sequences)
+    assert model.encoded == [[(1, 28, 28, 3), (1, 28, 56, 3)]]
+    assert model.steps[-1][2][1][:, 0].tolist() == pytest.approx([10.0, 10.0, 20.0, 20.01, 20.0, 20.01])
+
+
+def test_an_item_that_the_encoder_cannot_take_fails_its_slot_alone(runner, model):
+    features = model.features
+
+    def refuse(frames):
+        if frames.flatten()[0].item() == 13:
+            raise RuntimeError("no")
+        return features(frames)
+
+    model.features = refuse
+    sequences = [new(slot, range(4), media=(picture(first, 0),)) for slot, first in enumerate((10, 13, 20))]
+    result = step(runner, *(Chunk(slot, 0, 4, (slot,), samples=True) for slot in range(3)), new_sequences=sequences)
+    assert [failure.slot for failure in result.failures] == [1]
+    assert [token.slot for token in result.sampled] == [0, 2]
+
+
+def test_media_of_earlier_requests_are_not_encoded_again_while_the_cache_has_room(model, pools):
+    one = 4 * HIDDEN * 4  # bytes of a picture's features
+    runner = runner_on(model, pools, feature_cache_bytes=2 * one)
+    for slot, first in enumerate((10, 20, 10, 30, 10, 20)):
+        step(
+            runner,
+            Chunk(0, 0, 4, (0,), samples=True),
+            new_sequences=[new(0, range(4), media=(picture(first, 0),))],
+            released=(0,) if slot else (),
+        )
+    assert len(model.encoded) == 4  # 20 was the least recently used when 30 came
+    cache = runner._media.cache
+    assert (cache.num_hits, cache.num_misses, cache.num_bytes, len(cache)) == (2, 4, 2 * one, 2)
 
 
 def test_a_picture_behind_a_prefix_hit_is_not_encoded(runner, model):
