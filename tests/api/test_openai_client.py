@@ -1,12 +1,15 @@
 import base64
 import io
+import json
 
 import openai
+import pydantic
 import pytest
 from PIL import Image
 
 from server.messages import FailureKind, FinishReason
-from tests.api.scripted import LiveServer, Say, ScriptedEngine, ids
+from tests.api.scripted import LiveServer, Say, ScriptedEngine, ids, tiny_format
+from tests.api.tool_replies import NS
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -84,3 +87,77 @@ def test_length_is_reported():
     with LiveServer(ScriptedEngine(Say("abc", end=FinishReason.LENGTH))) as server, client_of(server) as client:
         answer = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=3)
     assert answer.choices[0].finish_reason == "length"
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Weather.",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+TWO_CALLS = (
+    '<mm:think>both</mm:think>Checking.NS<tool_call>\nNS<invoke name="get_weather">NS<city>ParisNS</city>NS<days>2NS</days>'
+    'NS</invoke>\nNS<invoke name="get_weather">NS<city>OsloNS</city>NS<days>3NS</days>NS</invoke>\nNS</tool_call>'
+).replace("NS", NS)
+ARGUMENTS = [{"city": "Paris", "days": 2}, {"city": "Oslo", "days": 3}]
+
+
+def test_tool_calls_and_the_turn_after_them():
+    engine = ScriptedEngine(Say(TWO_CALLS), Say("Mild in both."))
+    with LiveServer(engine) as server, client_of(server) as client:
+        first = client.chat.completions.create(model="tiny", messages=HELLO, tools=TOOLS)
+        message = first.choices[0].message
+        assert first.choices[0].finish_reason == "tool_calls"
+        assert message.content == "Checking."
+        assert [json.loads(call.function.arguments) for call in message.tool_calls] == ARGUMENTS
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "15C"} for call in reversed(message.tool_calls)]
+        history = [*HELLO, message.model_dump(exclude_none=True), *results]
+        second = client.chat.completions.create(model="tiny", messages=history, tools=TOOLS)
+    assert second.choices[0].message.content == "Mild in both."
+    assert "<mm:think>both</mm:think>Checking." in tiny_format().decode(engine.submitted[1].prompt_token_ids)
+
+
+def test_the_streaming_helper_adds_tool_calls_up():
+    with LiveServer(ScriptedEngine(Say(TWO_CALLS, group=2))) as server, client_of(server) as client:
+        with client.chat.completions.stream(model="tiny", messages=HELLO, tools=TOOLS) as stream:
+            done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+            completion = stream.get_final_completion()
+    assert [event.parsed_arguments for event in done] == ARGUMENTS
+    message = completion.choices[0].message
+    assert [json.loads(call.function.arguments) for call in message.tool_calls] == ARGUMENTS
+    assert [call.function.name for call in message.tool_calls] == ["get_weather"] * 2
+    assert completion.choices[0].finish_reason == "tool_calls"
+
+
+class Answer(pydantic.BaseModel):
+    place: str
+    days: list[int]
+
+
+def test_an_answer_is_parsed_into_the_clients_model():
+    engine = ScriptedEngine(Say('<mm:think>hm</mm:think>{"place": "Oslo", "days": [1, 2]}'))
+    with LiveServer(engine) as server, client_of(server) as client:
+        parsed = client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Answer)
+        with client.chat.completions.stream(model="tiny", messages=HELLO, response_format=Answer) as stream:
+            streamed = stream.get_final_completion()
+    for completion in (parsed, streamed):
+        assert completion.choices[0].message.parsed == Answer(place="Oslo", days=[1, 2])
+    assert json.loads(engine.submitted[0].sampling.grammar.text)["properties"].keys() == {"place", "days"}
+
+
+def test_a_key_is_asked_for_and_accepted():
+    with LiveServer(ScriptedEngine(Say("x")), api_keys="right") as server:
+        with client_of(server) as client, pytest.raises(openai.AuthenticationError):
+            client.chat.completions.create(model="tiny", messages=HELLO)
+        with client_of(server).with_options(api_key="right") as client:
+            assert client.chat.completions.create(model="tiny", messages=HELLO).choices[0].message.content == "x"

@@ -1,3 +1,4 @@
+import asyncio
 import json
 
 import pytest
@@ -6,7 +7,7 @@ from hypothesis import strategies as st
 
 from server.api.schema import ChatBody
 from server.settings import ThinkingMode
-from tests.api.scripted import Say, ScriptedEngine, ScriptedMedia, chat, post, tiny_format
+from tests.api.scripted import CHAT, Say, ScriptedEngine, ScriptedMedia, chat, http_client, post, tiny_format, until
 
 VOCAB = 300
 PNG = "data:image/png;base64,aGVsbG8="
@@ -33,16 +34,22 @@ BAD = [
     (part(type="text"), "messages[0].content[0].text"),
     (part(type="text", text=1), "messages[0].content[0].text"),
     (part(type="input_audio", input_audio={}), "messages[0].content[0]"),
-    (part(type="video_url", video_url={"url": PNG}), "messages[0].content[0].video_url"),
+    (part(type="video_url"), "messages[0].content[0].video_url"),
+    (part(type="video_url", video_url={"url": "ftp://example.com/a.mp4"}), "messages[0].content[0].video_url"),
+    (part(type="video_url", video_url={"url": PNG, "fps": 100}), "messages[0].content[0].video_url.fps"),
+    (part(type="video_url", video_url={"url": PNG, "fps": "fast"}), "messages[0].content[0].video_url.fps"),
+    (part(type="video_url", video_url={"url": PNG, "max_frames": 0}), "messages[0].content[0].video_url.max_frames"),
+    (part(type="video_url", video_url={"url": PNG}, fps=0.1), "messages[0].content[0].fps"),
     (part(type="image_url"), "messages[0].content[0].image_url"),
     (part(type="image_url", image_url={"url": 5}), "messages[0].content[0].image_url.url"),
-    (part(type="image_url", image_url={"url": "https://example.com/a.png"}), "messages[0].content[0].image_url"),
+    (part(type="image_url", image_url={"url": "ftp://example.com/a.png"}), "messages[0].content[0].image_url"),
     (part(type="image_url", image_url={"url": "data:image/png;base64,???"}), "messages[0].content[0].image_url"),
     (part(type="image_url", image_url={"url": PNG, "detail": "ultra"}), "messages[0].content[0].image_url.detail"),
     (
         part(type="image_url", image_url={"url": PNG, "max_long_side_pixel": 7}),
         "messages[0].content[0].image_url.max_long_side_pixel",
     ),
+    (part(type="image_url", image_url={"url": PNG, "max_pixels": 3135}), "messages[0].content[0].image_url.max_pixels"),
     (part(), "messages[0].content[0]"),
     (message(role="tool", content="x", tool_call_id="a"), "messages[1].role"),
     (
@@ -102,6 +109,34 @@ BAD = [
     (chat(reasoning_effort="huge"), "reasoning_effort"),
     (chat(chat_template="{{ 1 }}"), "chat_template"),
     (chat(functions=[{"name": "f"}]), "functions"),
+    (chat(function_call={"name": "f"}), "function_call"),
+    (chat(echo=True), "echo"),
+    (chat(allowed_token_ids=[]), "allowed_token_ids"),
+    (chat(allowed_token_ids=[VOCAB]), "allowed_token_ids"),
+    (chat(allowed_token_ids=[-1]), "allowed_token_ids"),
+    (chat(allowed_token_ids=[0] * 65_537), "allowed_token_ids"),
+    (chat(allowed_token_ids=5), "allowed_token_ids"),
+    (chat(stop_token_ids=[0] * 1025), "stop_token_ids"),
+    (chat(stop_token_ids=[2**70]), "stop_token_ids"),
+    (chat(bad_words=["x" * 257]), "bad_words[0]"),
+    (chat(bad_words=[""]), "bad_words[0]"),
+    (chat(bad_words=["x"] * 129), "bad_words"),
+    (chat(bad_words="x"), "bad_words"),
+    (chat(bad_words=["a", "information"]), "bad_words[1]"),
+    (chat(prompt_logprobs=-1), "prompt_logprobs"),
+    (chat(prompt_logprobs=21), "prompt_logprobs"),
+    (chat(prompt_logprobs=1, stream=True), "prompt_logprobs"),
+    (chat(cache_salt=""), "cache_salt"),
+    (chat(cache_salt="x" * 257), "cache_salt"),
+    (chat(cache_salt=5), "cache_salt"),
+    (chat(include_stop_str_in_output="yes"), "include_stop_str_in_output"),
+    (chat(skip_special_tokens=1), "skip_special_tokens"),
+    (chat(logit_bias={"1": True}), "logit_bias.1"),
+    (chat(logit_bias=[1]), "logit_bias"),
+    (chat(stream=True, stream_options={"continuous_usage_stats": 1}), "stream_options.continuous_usage_stats"),
+    (message(role="assistant", reasoning_details=[5]), "messages[1].reasoning_details[0]"),
+    (message(role="assistant", reasoning_details=[{}] * 1025), "messages[1].reasoning_details"),
+    ({"messages": [{"role": "user", "content": ""}] * 16_385}, "messages"),
 ]
 
 
@@ -194,6 +229,10 @@ def test_parameters_reach_the_engine():
         stop_token_ids=[7, 7],
         min_tokens=2,
         priority=-3,
+        cache_salt="tenant é",
+        allowed_token_ids=[5, 299, 5],
+        bad_words=["a", " b"],
+        prompt_logprobs=0,
     )
     sampling = submit.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (7, 0.5, 0.9, 5, 0.1)
@@ -205,6 +244,11 @@ def test_parameters_reach_the_engine():
     assert sampling.stop_token_ids == (*tiny_format().eos_token_ids, 7)
     assert sampling.min_tokens == 2
     assert submit.priority == -3
+    assert submit.cache_salt == "tenant é".encode()
+    assert sampling.allowed_token_ids == (5, 299)
+    assert sampling.num_prompt_logprobs == 0
+    texts = [tiny_format().decode(word) for word in sampling.bad_words]
+    assert texts == ["a", " a", " b"]
 
 
 def test_defaults_come_from_the_checkpoint():
@@ -286,6 +330,37 @@ def test_every_spelling_of_the_thinking_switch_reaches_the_template_and_the_pars
 def test_the_servers_default_thinking_mode_holds_without_a_switch():
     response = post(ScriptedEngine(Say("a</mm:think>b")), chat(), thinking_mode="enabled")
     assert response.json()["choices"][0]["message"]["reasoning_content"] == "a"
+
+
+def test_prompts_that_wait_have_a_limit_of_tokens():
+    engine = ScriptedEngine(Say("x", end=None), Say("", end=None), Say("y"))
+
+    async def run():
+        async with asyncio.timeout(30), http_client(engine, max_queued_tokens=100) as client:
+
+            def ask(num_words):
+                return asyncio.create_task(client.post(CHAT, json=chat("word " * num_words)))
+
+            running = ask(300)  # an empty queue takes any prompt
+            await until(lambda: len(engine.submitted) == 1)
+            await until(lambda: "m3_queued_prompt_tokens 0.0" in metrics_of(client))
+            waiting = ask(300)
+            await until(lambda: len(engine.submitted) == 2)
+            refused = await ask(1)
+            for submit in engine.submitted:
+                engine.end(submit.request_id)
+            await asyncio.gather(running, waiting)
+            return refused, await ask(1)
+
+    refused, taken = asyncio.run(run())
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert int(refused.headers["retry-after"]) > 0
+    assert taken.status_code == 200
+
+
+def metrics_of(client):
+    return client._transport.app.state.service.metrics.render().decode()
 
 
 def test_another_model_is_a_404():
