@@ -75,7 +75,7 @@ def chat_body(body: CountTokensBody) -> Translation:
     places = Places()
     for field, origin in RENAMED.items():
         places.add(field, origin)
-    messages: list[JsonValue] = list(_system(body))
+    messages: list[JsonValue] = list(_system(body, places))
     calls: set[str] = set()
     turns = _turns(body.messages)
     if turns[-1].role == "assistant":
@@ -115,10 +115,12 @@ def _sampling(body: MessagesBody) -> JsonObject:
     }
 
 
-def _system(body: CountTokensBody) -> Iterator[JsonObject]:
+def _system(body: CountTokensBody, places: Places) -> Iterator[JsonObject]:
     """The top-level instructions as a message."""
     text = body.system if isinstance(body.system, str) else "\n\n".join(block.text for block in body.system or ())
     if text:
+        places.add("messages[0]", "system")
+        places.add("messages[0].content", "system")
         yield {"role": "system", "content": text}
 
 

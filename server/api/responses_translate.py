@@ -142,10 +142,12 @@ def _messages(body: ResponsesBody, places: Places) -> Iterator[JsonObject]:
     position = 0
     if body.instructions:
         places.add("messages[0]", "instructions")
+        places.add("messages[0].content", "instructions")
         yield {"role": "system", "content": body.instructions}
         position = 1
     if isinstance(body.input, str):
         places.add(f"messages[{position}]", "input")
+        places.add(f"messages[{position}].content", "input")
         yield {"role": "user", "content": body.input}
         return
     known_calls: set[str] = set()

@@ -212,7 +212,7 @@ def test_only_the_allowed_tools_are_shown():
         (
             {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}}},
             "text.format.schema",
-            "schema",
+            "nonsense",
         ),
     ],
 )
