@@ -236,10 +236,10 @@ def test_instructions_reach_the_prompt():
                 "messages": [
                     {"role": "user", "content": "a"},
                     {"role": "assistant", "content": "b"},
-                    {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "https://x.test/a.png"}}]},
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "data:image/png;base64,YmFk"}}]},
                 ]
             },
-            r"messages\[2\].content\[0\].source.*data URIs",
+            r"messages\[2\].content\[0\].source.*cannot be decoded",
         ),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "output_config.format.schema"),
     ],

@@ -205,9 +205,9 @@ def test_only_the_allowed_tools_are_shown():
             "JSON",
         ),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://x.test/a.png"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,YmFk"}]}]},
             "input[0].content[0].image_url",
-            "data URIs",
+            "cannot be decoded",
         ),
         (
             {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}}},
