@@ -47,7 +47,7 @@ class UrlSource(Body):
 
 def _source_tag(value: object) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else None
-    return f"<{kind}>" if kind in {"base64", "url"} else None
+    return f"<{kind}>" if kind in ("base64", "url") else None
 
 
 class ImageBlock(Body):
@@ -62,6 +62,12 @@ class ImageBlock(Body):
             custom_error_message="A picture's source must be an object whose type is base64 or url",
         ),
     ]
+
+
+class VideoBlock(ImageBlock):
+    """A clip. Anthropic's API has none; its shape here is that of a picture."""
+
+    type: Literal["video"]  # type: ignore[assignment]
 
 
 class ThinkingBlock(Body):
@@ -173,7 +179,7 @@ class SystemMessage(Body):
 
 def _role_tag(value: object) -> str | None:
     role = value.get("role") if isinstance(value, dict) else None
-    return f"<{role}>" if role in {"user", "assistant", "system"} else None
+    return f"<{role}>" if role in ("user", "assistant", "system") else None
 
 
 TurnMessage = Annotated[

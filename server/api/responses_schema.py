@@ -113,7 +113,7 @@ def _item_tag(value: object) -> str | None:
     if not isinstance(value, dict):
         return None
     kind = value.get("type") or "message"
-    return f"<{kind}>" if kind in {"message", "function_call", "function_call_output", "reasoning"} else None
+    return f"<{kind}>" if kind in ("message", "function_call", "function_call_output", "reasoning") else None
 
 
 Item = Annotated[
@@ -169,7 +169,7 @@ def _choice_tag(value: object) -> str | None:
     if isinstance(value, str):
         return "<mode>"
     kind = value.get("type") if isinstance(value, dict) else None
-    return f"<{kind}>" if kind in {"function", "allowed_tools"} else None
+    return f"<{kind}>" if kind in ("function", "allowed_tools") else None
 
 
 ToolChoice = Annotated[

@@ -68,7 +68,7 @@ def _content_tag(value: object) -> str:
 
 def _part_tag(value: object) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else None
-    return f"<{kind}>" if kind in {"text", "image_url", "video_url"} else None
+    return f"<{kind}>" if kind in ("text", "image_url", "video_url") else None
 
 
 Part = Annotated[

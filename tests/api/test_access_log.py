@@ -8,7 +8,7 @@ from server.logs import FIELDS, JsonFormatter, TextFormatter
 from server.messages import FailureKind
 from tests.api.scripted import CHAT, Say, ScriptedEngine, chat, http_client, ids
 
-SECRET = "my secret prompt"  # noqa: S105
+SECRET = "my secret prompt"
 REPLY = "my secret answer"
 
 

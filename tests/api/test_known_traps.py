@@ -1,7 +1,7 @@
 """What servers of this kind got wrong in public, one row each, through HTTP with what a model would emit.
 
-Calls have `test_tool_calls_over_http`, limits of parameters `test_validation`, clients that leave `test_disconnect`, clients that
-do not read `test_slow_clients`.
+Calls are in `test_tool_calls_over_http`, limits of parameters in `test_validation`, clients that leave in `test_disconnect`,
+and clients that do not read in `test_slow_clients`.
 """
 
 import asyncio

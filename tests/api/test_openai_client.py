@@ -128,10 +128,14 @@ def test_tool_calls_and_the_turn_after_them():
 
 
 def test_the_streaming_helper_adds_tool_calls_up():
-    with LiveServer(ScriptedEngine(Say(TWO_CALLS, group=2))) as server, client_of(server) as client:
-        with client.chat.completions.stream(model="tiny", messages=HELLO, tools=TOOLS) as stream:
-            done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
-            completion = stream.get_final_completion()
+    options = {"model": "tiny", "messages": HELLO, "tools": TOOLS}
+    with (
+        LiveServer(ScriptedEngine(Say(TWO_CALLS, group=2))) as server,
+        client_of(server) as client,
+        client.chat.completions.stream(**options) as stream,
+    ):
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        completion = stream.get_final_completion()
     assert [event.parsed_arguments for event in done] == ARGUMENTS
     message = completion.choices[0].message
     assert [json.loads(call.function.arguments) for call in message.tool_calls] == ARGUMENTS

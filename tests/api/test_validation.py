@@ -51,6 +51,8 @@ BAD = [
     ),
     (part(type="image_url", image_url={"url": PNG, "max_pixels": 3135}), "messages[0].content[0].image_url.max_pixels"),
     (part(), "messages[0].content[0]"),
+    (part(type=[]), "messages[0].content[0]"),
+    (part(type={}), "messages[0].content[0]"),
     (message(role="tool", content="x", tool_call_id="a"), "messages[1].role"),
     (
         message(role="assistant", tool_calls=[{"id": "a", "function": {"name": "f", "arguments": "{"}}]),
