@@ -12,11 +12,12 @@ NUM_ATTEMPTS: Final = 20
 PAUSE_S: Final = 0.1
 
 
-async def listening_url() -> str:
-    """The base URL of the first listening TCP socket, as a client on this machine reaches it."""
+async def listening_url(admin_port: int | None = None) -> str:
+    """The base URL of the first listening TCP socket, as a client on this machine reaches it; not that of the admin port."""
     for _ in range(NUM_ATTEMPTS):
-        for address in _listening():
-            return _url(*address)
+        for host, port in _listening():
+            if port != admin_port:
+                return _url(host, port)
         await asyncio.sleep(PAUSE_S)
     return DEFAULT_URL
 

@@ -70,7 +70,7 @@ def create_app(
         try:
             if admin is not None:
                 admin.start()
-            await service.start()
+            await service.start(None if admin is None else admin.port)
             yield
         finally:
             await service.stop()

@@ -72,6 +72,7 @@ class Service:
         self._grammars = grammars
         self._exits_with_engine = exits_with_engine
         self._has_failed = False
+        self._admin_port: int | None = None
         self._num_requests = 0
         self._num_queued_tokens = 0
         self._ready: Ready | None = None
@@ -156,8 +157,9 @@ class Service:
         """Run `function` beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
 
-    async def start(self) -> None:
-        """Start the children; returns before the model is loaded."""
+    async def start(self, admin_port: int | None = None) -> None:
+        """Start the children; returns before the model is loaded. `admin_port` listens too, and not for clients."""
+        self._admin_port = admin_port
         await self.media.start()
         if self._engine is None:
             self._engine = EngineClient(self.settings, self.media.slab_name)
@@ -218,7 +220,16 @@ class Service:
             chat_format=self._chat_format,
         )
         logger.info("ready: %s, sequences of up to %d tokens", self.settings.model_name, ready.max_model_len)
-        self._tasks.append(asyncio.create_task(show_example(), name="example"))
+        self._tasks.append(asyncio.create_task(self._show_example(), name="example"))
+
+    async def _show_example(self) -> None:
+        """Print a command that gets an answer from this server."""
+        url = await listening_url(self._admin_port)
+        has_keys = self.settings.api_keys is not None or self.settings.api_keys_file is not None
+        key = " -H 'authorization: Bearer YOUR_KEY'" if has_keys else ""
+        body = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}'
+        command = f"curl {url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'"
+        print(f"\nReady. Try it:\n{command}\n", file=sys.stderr, flush=True)
 
     def _snapshot(self) -> EngineSnapshot:
         stats = None if self._engine is None else self._engine.stats
@@ -229,14 +240,6 @@ class Service:
             page_size=None if self._ready is None else self._ready.page_size,
             stats={} if stats is None else msgspec.structs.asdict(stats),
         )
-
-
-async def show_example() -> None:
-    """Print a command that gets an answer from this server."""
-    url = await listening_url()
-    body = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}'
-    command = f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
-    print(f"\nReady. Try it:\n{command}\n", file=sys.stderr, flush=True)
 
 
 def leave() -> None:

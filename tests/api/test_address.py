@@ -1,3 +1,4 @@
+import asyncio
 import os
 import socket
 
@@ -29,3 +30,12 @@ def test_only_listening_sockets_count_and_none_is_touched():
         assert accepted.recv(1) == b"x"
         accepted.close()
     assert len(os.listdir(address.DESCRIPTORS)) == len(before)
+
+
+def test_the_admin_port_is_not_shown_to_clients():
+    with socket.create_server(("127.0.0.1", 0)) as admin, socket.create_server(("127.0.0.1", 0)) as main:
+        admin_port, port = admin.getsockname()[1], main.getsockname()[1]
+        ports = {found for _, found in address._listening()}
+        assert {admin_port, port} <= ports
+        for hidden in (admin_port, port):
+            assert not asyncio.run(address.listening_url(hidden)).endswith(f":{hidden}")
