@@ -3,13 +3,14 @@
 It holds a place among the open requests while it lasts, because rendering and tokenizing is work too.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from server.api.chat_format import EncodedPrompt, MediaLayout
+from server.api.disconnect import ClientGoneError, unless_client_gone
 from server.api.exchange import CLIENT_GONE
 from server.api.middleware import request_id
 from server.api.problems import from_bug
@@ -20,7 +21,7 @@ from server.media.types import MediaSource
 T = TypeVar("T")
 
 
-async def admitted(request: Request, work: Callable[[Service, bytes], Awaitable[T]]) -> T:
+async def admitted(request: Request, work: Callable[[Service, bytes], Coroutine[Any, Any, T]]) -> T:
     """What `work` makes of the request's body.
 
     Raises:
@@ -29,10 +30,11 @@ async def admitted(request: Request, work: Callable[[Service, bytes], Awaitable[
     service: Service = request.app.state.service
     service.admit()
     try:
-        return await work(service, await request.body())
+        raw = await request.body()
+        return await unless_client_gone(request.receive, work(service, raw))
     except M3Error:
         raise
-    except ClientDisconnect:
+    except (ClientGoneError, ClientDisconnect):
         gone = M3Error("the client left")
         gone.status = CLIENT_GONE
         raise gone from None
@@ -51,6 +53,6 @@ async def expanded_ids(service: Service, prompt: EncodedPrompt, sources: Sequenc
     if not sources:
         return prompt.token_ids
     plans = await service.media.plan(sources)
-    layouts = [MediaLayout(plan.kind, plan.grid_thw) for plan in plans]
+    layouts = [MediaLayout(plan.kind, plan.grid_thw, plan.timestamps_s) for plan in plans]
     expanded = await service.in_thread(service.chat_format.expand_media, prompt, layouts)
     return expanded.token_ids

@@ -50,24 +50,29 @@ def _source_tag(value: object) -> str | None:
     return f"<{kind}>" if kind in ("base64", "url") else None
 
 
-class ImageBlock(Body):
-    """A picture."""
+class MediaBlock(Body):
+    """A picture or clip."""
 
-    type: Literal["image"]
     source: Annotated[
         Annotated[Base64Source, Tag("<base64>")] | Annotated[UrlSource, Tag("<url>")],
         Discriminator(
             _source_tag,
             custom_error_type="unsupported_source",
-            custom_error_message="A picture's source must be an object whose type is base64 or url",
+            custom_error_message="A source must be an object whose type is base64 or url",
         ),
     ]
 
 
-class VideoBlock(ImageBlock):
+class ImageBlock(MediaBlock):
+    """A picture."""
+
+    type: Literal["image"]
+
+
+class VideoBlock(MediaBlock):
     """A clip. Anthropic's API has none; its shape here is that of a picture."""
 
-    type: Literal["video"]  # type: ignore[assignment]
+    type: Literal["video"]
 
 
 class ThinkingBlock(Body):
@@ -106,7 +111,8 @@ def _tag_among(*kinds: str) -> Discriminator:
 
 
 ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")], _tag_among("text", "image")
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")] | Annotated[VideoBlock, Tag("<video>")],
+    _tag_among("text", "image", "video"),
 ]
 
 
@@ -132,8 +138,9 @@ class ToolResultBlock(Body):
 UserBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[VideoBlock, Tag("<video>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    _tag_among("text", "image", "tool_result"),
+    _tag_among("text", "image", "video", "tool_result"),
 ]
 AssistantBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]

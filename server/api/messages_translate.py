@@ -22,6 +22,7 @@ from server.api.messages_schema import (
     ToolResultBlock,
     ToolUseBlock,
     UserMessage,
+    VideoBlock,
 )
 from server.api.places import Places
 from server.errors import BadRequestError
@@ -41,8 +42,6 @@ RENAMED = {
     "response_format": "output_config.format",
     "stop": "stop_sequences",
 }
-
-Block = TextBlock | ImageBlock | ToolResultBlock | ThinkingBlock | ToolUseBlock
 
 
 class Placed(NamedTuple):
@@ -141,6 +140,8 @@ def _turns(messages: Sequence[UserMessage | AssistantMessage | SystemMessage]) -
 
 def _messages_of(turn: Turn, calls: set[str], places: Places, position: int) -> Iterator[JsonObject]:
     """The chat messages of one turn, the first of which is number `position`; `calls` are the turn before's."""
+    if not turn.blocks:
+        return
     if turn.role == "system":
         yield _message("system", turn.blocks, places, position)
         return
@@ -174,15 +175,15 @@ def _message(role: str, blocks: Sequence[Placed], places: Places, position: int)
 
 
 def _part(block: object, place: str, places: Places, chat_place: str) -> JsonObject:
-    """A text or picture block as a content part."""
+    """A block of text, a picture or a clip as a content part."""
+    places.add(chat_place, place)
     if isinstance(block, TextBlock):
         return {"type": "text", "text": block.text}
-    assert isinstance(block, ImageBlock)
-    source = block.source
-    places.add(chat_place, place)
-    places.add(f"{chat_place}.image_url", f"{place}.source")
+    assert isinstance(block, ImageBlock | VideoBlock)
+    kind, source = f"{block.type}_url", block.source
+    places.add(f"{chat_place}.{kind}", f"{place}.source")
     url = f"data:{source.media_type};base64,{source.data}" if isinstance(source, Base64Source) else source.url
-    return {"type": "image_url", "image_url": {"url": url}}
+    return {"type": kind, kind: {"url": url}}
 
 
 def _result(block: ToolResultBlock, place: str, places: Places, position: int) -> JsonObject:

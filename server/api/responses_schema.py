@@ -42,12 +42,24 @@ class ImagePart(Body):
     max_long_side_pixel: int | None = None
 
 
+class VideoPart(Body):
+    """A clip. OpenAI's API has none; its shape here is that of a picture."""
+
+    type: Literal["input_video"]
+    video_url: str
+    detail: Literal["auto", "low", "default", "high"] | None = None
+    max_long_side_pixel: int | None = None
+    fps: Number | None = None
+    max_frames: int | None = None
+
+
 PART_TAGS = {
     "input_text": "<text>",
     "output_text": "<text>",
     "text": "<text>",
     "refusal": "<refusal>",
     "input_image": "<image>",
+    "input_video": "<video>",
 }
 
 
@@ -57,11 +69,15 @@ def _part_tag(value: object) -> str | None:
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")] | Annotated[ImagePart, Tag("<image>")],
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[ImagePart, Tag("<image>")]
+    | Annotated[VideoPart, Tag("<video>")],
     Discriminator(
         _part_tag,
         custom_error_type="unsupported_part",
-        custom_error_message="A content part must be an object whose type is input_text, input_image, output_text or refusal",
+        custom_error_message="A content part must be an object whose type is input_text, input_image, input_video,"
+        " output_text or refusal",
     ),
 ]
 Content = Annotated[

@@ -22,6 +22,7 @@ from server.api.responses_schema import (
     ResponsesBody,
     TextPart,
     ToolName,
+    VideoPart,
 )
 from server.errors import BadRequestError
 
@@ -34,6 +35,7 @@ RENAMED = {
     "response_format.json_schema": "text.format",
     "tool_choice.function": "tool_choice",
 }
+MEDIA_OPTIONS = ("detail", "max_long_side_pixel", "fps", "max_frames")
 # They carry over as they are.
 SAME = (
     "model",
@@ -198,15 +200,18 @@ def _content(content: str | list[Part], place: str, places: Places, chat_place: 
     for number, part in enumerate(content):
         chat_part = f"{chat_place}.content[{number}]"
         places.add(chat_part, f"{place}[{number}]")
-        places.add(f"{chat_part}.image_url.max_long_side_pixel", f"{place}[{number}].max_long_side_pixel")
+        for kind in ("image_url", "video_url"):
+            for option in MEDIA_OPTIONS:
+                places.add(f"{chat_part}.{kind}.{option}", f"{place}[{number}].{option}")
         parts.append(_part(part))
     return parts
 
 
 def _part(part: Part) -> JsonObject:
-    if isinstance(part, ImagePart):
-        image: JsonObject = {"url": part.image_url, "detail": part.detail, "max_long_side_pixel": part.max_long_side_pixel}
-        return {"type": "image_url", "image_url": {key: value for key, value in image.items() if value is not None}}
+    if isinstance(part, ImagePart | VideoPart):
+        kind = "image_url" if isinstance(part, ImagePart) else "video_url"
+        options = part.model_dump(include=set(MEDIA_OPTIONS), exclude_none=True)
+        return {"type": kind, kind: {"url": getattr(part, kind), **options}}
     return {"type": "text", "text": part.refusal if isinstance(part, RefusalPart) else part.text}
 
 
@@ -235,6 +240,6 @@ def _assistant(group: Sequence[Placed], places: Places, chat_place: str) -> Json
 
 def _texts(parts: Sequence[Part], place: str) -> Iterator[str]:
     for number, part in enumerate(parts):
-        if isinstance(part, ImagePart):
-            raise BadRequestError("an assistant's message has no pictures", param=f"{place}.content[{number}]")
+        if isinstance(part, ImagePart | VideoPart):
+            raise BadRequestError("an assistant's message has no pictures or clips", param=f"{place}.content[{number}]")
         yield part.text if isinstance(part, TextPart) else part.refusal

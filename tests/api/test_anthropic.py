@@ -24,6 +24,7 @@ CALL = (
     f'Checking.{NS}<tool_call>\n{NS}<invoke name="get_weather">{NS}<city>Pa"ris{NS}</city>{NS}<days>2{NS}</days>'
     f"{NS}</invoke>\n{NS}</tool_call>"
 )
+BROKEN = {"type": "image", "source": {"type": "url", "url": "data:image/png;base64,YmFk"}}
 ON = {"type": "enabled", "budget_tokens": 1024}
 
 
@@ -236,7 +237,10 @@ def test_instructions_reach_the_prompt():
                 "messages": [
                     {"role": "user", "content": "a"},
                     {"role": "assistant", "content": "b"},
-                    {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "data:image/png;base64,YmFk"}}]},
+                    {
+                        "role": "user",
+                        "content": [BROKEN],
+                    },
                 ]
             },
             r"messages\[2\].content\[0\].source.*cannot be decoded",

@@ -69,12 +69,14 @@ def test_results_come_before_the_rest_of_the_turn():
         {"type": "tool_result", "tool_use_id": "c2", "content": "two", "is_error": True},
         {"type": "tool_result", "tool_use_id": "c1", "content": [text("one"), PICTURE]},
         PICTURE,
+        {"type": "video", "source": {"type": "url", "url": "https://x.test/a.mp4"}},
     ]
     messages = translated([user(text("q")), assistant(*calls), user(*results)]).body["messages"]
+    as_clip = {"type": "video_url", "video_url": {"url": "https://x.test/a.mp4"}}
     assert messages[2:] == [
         {"role": "tool", "tool_call_id": "c2", "content": "two"},
         {"role": "tool", "tool_call_id": "c1", "content": [text("one"), AS_PART]},
-        {"role": "user", "content": [text("meanwhile"), AS_PART]},
+        {"role": "user", "content": [text("meanwhile"), AS_PART, as_clip]},
     ]
 
 

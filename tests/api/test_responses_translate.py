@@ -9,6 +9,8 @@ from server.errors import BadRequestError
 PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "high"}
 AS_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "high"}}
 
+AS_CLIP = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA", "fps": 2.0, "max_frames": 8}}
+
 
 def translated(items, **fields):
     """The chat body, which must be one that the chat endpoint takes."""
@@ -65,10 +67,11 @@ def test_an_assistants_items_become_one_message():
 
 def test_parts_of_every_kind():
     parts = [{"type": "input_text", "text": "a"}, PICTURE, {"type": "text", "text": "b"}]
+    clip = {"type": "input_video", "video_url": "data:video/mp4;base64,AAAA", "fps": 2.0, "max_frames": 8}
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
-    messages = messages_of([{"role": "developer", "content": "d"}, {"role": "user", "content": parts}, refusal])
+    messages = messages_of([{"role": "developer", "content": "d"}, {"role": "user", "content": [*parts, clip]}, refusal])
     assert messages[0] == {"role": "developer", "content": "d"}
-    assert messages[1]["content"] == [{"type": "text", "text": "a"}, AS_PART, {"type": "text", "text": "b"}]
+    assert messages[1]["content"] == [{"type": "text", "text": "a"}, AS_PART, {"type": "text", "text": "b"}, AS_CLIP]
     assert messages[2]["content"] == "no"
 
 
