@@ -41,7 +41,9 @@ def main() -> None:
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     # torch's CUDA build from the package index asks for exactly one version of Triton.
     without_triton = [line for line in constraints if not line.startswith("triton==")]
-    cuda = {name: value for name, value in os.environ.items() if not name.startswith("PIP_FIND")} | {"PIP_CONFIG_FILE": os.devnull}
+    cuda = {name: value for name, value in os.environ.items() if not name.startswith("PIP_FIND")} | {
+        "PIP_CONFIG_FILE": os.devnull
+    }
     variants = (("cuda", without_triton, cuda), ("cpu", constraints, dict(os.environ)))
     for name, limits, environment in variants:
         path = Path(__file__).with_name(f"requirements-{name}.lock")

@@ -102,7 +102,7 @@ def test_a_planned_drain_has_the_same_deadline(path):
 @every_values
 def test_probes_have_the_numbers_that_the_budget_asks_for(path):
     manifests = render(path)
-    pod, container = server_pod(manifests)
+    _pod, container = server_pod(manifests)
     budget_s = values_of(path)["startup"]["budgetSeconds"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     startup, readiness, liveness = (container[f"{name}Probe"] for name in ("startup", "readiness", "liveness"))
@@ -140,7 +140,9 @@ def test_what_the_environment_calls_writable_is_writable(path):
             writable = [m["mountPath"] for m in container.get("volumeMounts", []) if not m.get("readOnly")]
             assert all("configMap" not in volumes[m["name"]] for m in container["volumeMounts"] if not m.get("readOnly")), name
             for variable in container.get("env", []):
-                if variable["name"] in ("HOME", "TMPDIR") or variable["name"].endswith(("_CACHE_HOME", "_CACHE_DIR", "_CACHE_PATH")):
+                if variable["name"] in ("HOME", "TMPDIR") or variable["name"].endswith(
+                    ("_CACHE_HOME", "_CACHE_DIR", "_CACHE_PATH")
+                ):
                     assert any(f"{variable['value']}/".startswith(f"{folder}/") for folder in writable), (name, variable)
 
 
@@ -158,7 +160,7 @@ def test_shared_memory_is_mounted_bounded_and_below_the_memory_limit(path):
 @every_values
 def test_the_model_is_mounted_read_only_where_the_server_looks(path):
     manifests = render(path)
-    pod, container = server_pod(manifests)
+    _pod, container = server_pod(manifests)
     (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "model"]
     assert mount["readOnly"]
     assert server_environment(manifests)["M3_MODEL"].startswith(mount["mountPath"])
@@ -191,11 +193,18 @@ def test_monitors_and_routes_name_things_that_exist(path):
     manifests = render(path)
     _, container = server_pod(manifests)
     ports = {port["name"] for port in container["ports"]}
-    services = {item["metadata"]["name"]: {port["name"]: port["port"] for port in item["spec"]["ports"]} for item in of_kind(manifests, "Service")}
+    services = {
+        item["metadata"]["name"]: {port["name"]: port["port"] for port in item["spec"]["ports"]}
+        for item in of_kind(manifests, "Service")
+    }
     for item in of_kind(manifests, "PodMonitor"):
         assert {endpoint["port"] for endpoint in item["spec"]["podMetricsEndpoints"]} <= ports
     for item in of_kind(manifests, "ServiceMonitor"):
-        (service,) = [s for s in of_kind(manifests, "Service") if item["spec"]["selector"]["matchLabels"].items() <= s["metadata"]["labels"].items()]
+        (service,) = [
+            s
+            for s in of_kind(manifests, "Service")
+            if item["spec"]["selector"]["matchLabels"].items() <= s["metadata"]["labels"].items()
+        ]
         assert {endpoint["port"] for endpoint in item["spec"]["endpoints"]} <= set(services[service["metadata"]["name"]])
     for item in of_kind(manifests, "Ingress"):
         backend = item["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]
@@ -255,7 +264,9 @@ def test_two_releases_in_one_namespace_do_not_collide(path):
 
     assert not identities("blue") & identities("green")
     pod, _ = server_pod(render(path, release="green"))
-    selector = one(render(path, release="blue"), "Service" if not of_kind(render(path), "Deployment") else "Deployment")["spec"]["selector"]
+    selector = one(render(path, release="blue"), "Service" if not of_kind(render(path), "Deployment") else "Deployment")[
+        "spec"
+    ]["selector"]
     assert not selector.get("matchLabels", selector).items() <= pod["metadata"]["labels"].items()
 
 
@@ -277,7 +288,9 @@ def test_keys_are_mounted_and_named_but_never_written_out():
     (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == volume["name"]]
     assert "subPath" not in mount
     assert server_environment(manifests)["M3_API_KEYS_FILE"].startswith(mount["mountPath"] + "/")
-    assert not any("secretKeyRef" in str(container.get("env")) for _, pod in pod_templates(manifests) for container in containers(pod))
+    assert not any(
+        "secretKeyRef" in str(container.get("env")) for _, pod in pod_templates(manifests) for container in containers(pod)
+    )
 
 
 def test_workers_of_a_group_are_no_target():

@@ -1,4 +1,4 @@
-"""Every object passes the schema of its kind, unknown fields included; no kind goes unchecked; every checker refuses a fault."""
+"""Every object passes its kind's schema, unknown fields included; no kind goes unchecked; every checker refuses a fault."""
 
 import copy
 import json
@@ -68,7 +68,11 @@ def check_fields(manifests):
     compiler = TOOLS / "node" / "node_modules" / ".bin" / "tsc"
     options = ["--strict", "--noEmit", "--skipLibCheck", "--target", "es2022", "--module", "nodenext"]
     result = subprocess.run([compiler, *options, source.name], cwd=source.parent, capture_output=True, text=True, timeout=120)
-    return {int(line.partition("(")[2].partition(",")[0]) - 1 for line in result.stdout.splitlines() if line.startswith("objects.ts(")}
+    return {
+        int(line.partition("(")[2].partition(",")[0]) - 1
+        for line in result.stdout.splitlines()
+        if line.startswith("objects.ts(")
+    }
 
 
 def check_own(manifest, folder):
@@ -87,7 +91,9 @@ def everything():
 def test_a_checker_covers_every_kind(everything):
     own = {path.stem for path in OWN_SCHEMAS.glob("*.json")}
     unchecked = {
-        f"{item['apiVersion']} {item['kind']}" for item in everything if not (is_core(item) or is_typed(item) or item["kind"] in own)
+        f"{item['apiVersion']} {item['kind']}"
+        for item in everything
+        if not (is_core(item) or is_typed(item) or item["kind"] in own)
     }
     assert unchecked == set()
     assert own | {kind for _, kind in TYPED} <= {item["kind"] for item in everything}, "a kind is never rendered"

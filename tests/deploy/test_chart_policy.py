@@ -7,7 +7,17 @@ import yaml
 
 from tests.deploy.tools import CHART, VALUES, containers, name_of, pod_templates, render, run
 
-ALLOWED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret", "projected", "csi", "downwardAPI", "ephemeral", "image"}
+ALLOWED_VOLUMES = {
+    "configMap",
+    "emptyDir",
+    "persistentVolumeClaim",
+    "secret",
+    "projected",
+    "csi",
+    "downwardAPI",
+    "ephemeral",
+    "image",
+}
 # Findings that are decisions: the check, the kinds, the reason.
 EXPLAINED = {
     "CKV_K8S_43": ({"Deployment", "Job", "Pod"}, "the digest is the operator's to give; image.digest is there for it"),

@@ -48,7 +48,9 @@ def test_the_schema_is_a_schema():
 @pytest.mark.parametrize("path", [CHART / "values.yaml", *VALUES], ids=name_of)
 def test_values_files_are_valid_and_clean(path, tmp_path):
     whole = tmp_path / "values.yaml"
-    whole.write_text(yaml.safe_dump(merged(yaml.safe_load((CHART / "values.yaml").read_text()), yaml.safe_load(path.read_text()))))
+    whole.write_text(
+        yaml.safe_dump(merged(yaml.safe_load((CHART / "values.yaml").read_text()), yaml.safe_load(path.read_text())))
+    )
     run("check-jsonschema", "--schemafile", SCHEMA, whole)
     rules = "{extends: default, rules: {line-length: {max: 160}, document-start: disable, braces: {max-spaces-inside: 1}}}"
     run("yamllint", "--strict", "-d", rules, path)

@@ -1,4 +1,4 @@
-"""The proxy samples in front of the real server: streams pass at once, silence and large bodies too, a client's leaving is seen."""
+"""The proxy samples before the real server: streams pass at once, silence and large bodies too, a client's leaving is seen."""
 
 import os
 import re
@@ -90,7 +90,8 @@ def test_a_proxy_that_compresses_and_collects_is_noticed(start, client):
 
 def test_a_client_that_leaves_frees_its_sequence(proxy, client, server):
     with client.stream("POST", proxy + "/v1/chat/completions", json=chat(stream=True)) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # dropped, it would close the response
+        next(lines)
         wait_until(lambda: server.metric("m3_sequences_open") == 1, 5)
     wait_until(lambda: server.metric("m3_sequences_open") == 0, 5)
 

@@ -1,4 +1,4 @@
-"""Alerts and dashboards speak of metrics that the server has, every alert is tried and has a runbook, dashboards are well made."""
+"""Alerts and dashboards speak of metrics that the server has; every alert is tried and has a runbook; boards are well made."""
 
 import json
 import re
@@ -56,11 +56,18 @@ def families():
 
 
 def alerts():
-    return {rule["alert"]: rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"] if "alert" in rule}
+    return {
+        rule["alert"]: rule
+        for group in yaml.safe_load(RULES.read_text())["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    }
 
 
 def recorded():
-    return {rule["record"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"] if "record" in rule}
+    return {
+        rule["record"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"] if "record" in rule
+    }
 
 
 def expressions():
@@ -107,7 +114,13 @@ def test_every_metric_and_label_exists(families):
 
 @pytest.mark.parametrize(
     "expression",
-    ["rate(m3_tokens_total[5m])", "sum(m3_requests)", 'm3_requests_total{code="200"}', "vllm:gpu_cache_usage_perc", "DCGM_FI_DEV_NOPE"],
+    [
+        "rate(m3_tokens_total[5m])",
+        "sum(m3_requests)",
+        'm3_requests_total{code="200"}',
+        "vllm:gpu_cache_usage_perc",
+        "DCGM_FI_DEV_NOPE",
+    ],
 )
 def test_the_check_of_names_refuses(families, expression):
     assert unknown_names(expression, families)
@@ -163,9 +176,11 @@ def test_the_chart_s_rules_are_the_file_s():
 
 
 def test_a_threshold_changes_its_numbers_and_nothing_else():
-    plain = one(render(CHART / "ci" / "minimal-values.yaml", sets=['monitoring.rules.enabled=true']), "PrometheusRule")
+    plain = one(render(CHART / "ci" / "minimal-values.yaml", sets=["monitoring.rules.enabled=true"]), "PrometheusRule")
     changed = one(
-        render(CHART / "ci" / "minimal-values.yaml", sets=['monitoring.rules={"enabled": true, "thresholds": {"burnRatio": 0.5}}']),
+        render(
+            CHART / "ci" / "minimal-values.yaml", sets=['monitoring.rules={"enabled": true, "thresholds": {"burnRatio": 0.5}}']
+        ),
         "PrometheusRule",
     )
     first, second = json.dumps(plain["spec"]), json.dumps(changed["spec"])
@@ -240,4 +255,6 @@ def test_rendered_dashboards_are_the_files_byte_for_byte():
     rendered = {}
     for item in of_kind(manifests, "ConfigMap"):
         rendered |= {name: text for name, text in item["data"].items() if name.endswith(".json")}
-    assert {name: text.rstrip("\n") for name, text in rendered.items()} == {p.name: p.read_text().rstrip("\n") for p in DASHBOARDS}
+    assert {name: text.rstrip("\n") for name, text in rendered.items()} == {
+        p.name: p.read_text().rstrip("\n") for p in DASHBOARDS
+    }

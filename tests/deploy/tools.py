@@ -1,4 +1,4 @@
-"""What the tests of `deploy/` share: where the installed programs are, how one is run, and charts rendered once per set of values."""
+"""What the tests of `deploy/` share: where programs are, how one is run, and charts rendered once per set of values."""
 
 import functools
 import json

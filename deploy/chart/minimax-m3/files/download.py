@@ -42,10 +42,8 @@ def listing(endpoint, repository, revision):
 
 def digest(path, file):
     """The file's hash in the hub's way: sha256 of large files, git's blob id of the others."""
-    if "lfs" in file:
-        hasher = hashlib.sha256()
-    else:
-        hasher = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    blob_head = b"blob %d\0" % path.stat().st_size
+    hasher = hashlib.sha256() if "lfs" in file else hashlib.sha1(blob_head, usedforsecurity=False)
     with path.open("rb") as stream:
         while chunk := stream.read(CHUNK_BYTES):
             hasher.update(chunk)

@@ -56,7 +56,7 @@ def stream():
                 times_s.append(time.monotonic())
     if not lines or lines[-1].strip() != b"data: [DONE]":
         raise SystemExit("the stream ended without [DONE]")
-    if len(set(round(moment_s, 3) for moment_s in times_s)) < 3:
+    if len({round(moment_s, 3) for moment_s in times_s}) < 3:
         raise SystemExit(f"{len(lines)} events arrived at once: something in between holds the stream back")
 
 
