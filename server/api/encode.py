@@ -3,22 +3,35 @@
 It holds a place among the open requests while it lasts, because rendering and tokenizing is work too.
 """
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from server.api.chat_format import EncodedPrompt, MediaLayout
+from server.api.completions_schema import MAX_PROMPT_TOKENS
+from server.api.content import convert
 from server.api.disconnect import ClientGoneError, unless_client_gone
 from server.api.exchange import CLIENT_GONE
 from server.api.middleware import request_id
+from server.api.prepare import Checker
 from server.api.problems import from_bug
+from server.api.schema import ChatBody
 from server.api.service import Service
+from server.api.validate import make_chat_call
 from server.errors import M3Error
 from server.media.types import MediaSource
 
 T = TypeVar("T")
+
+
+class ShownPrompt(msgspec.Struct, frozen=True):
+    """A prompt, and its pictures and clips in the order of their placeholders."""
+
+    prompt: EncodedPrompt
+    sources: tuple[MediaSource, ...] = ()
 
 
 async def admitted(request: Request, work: Callable[[Service, bytes], Coroutine[Any, Any, T]]) -> T:
@@ -44,15 +57,33 @@ async def admitted(request: Request, work: Callable[[Service, bytes], Coroutine[
         service.discharge()
 
 
-async def expanded_ids(service: Service, prompt: EncodedPrompt, sources: Sequence[MediaSource]) -> list[int]:
+def chat_prompt(checker: Checker, body: ChatBody, *, add_generation_prompt: bool = True) -> ShownPrompt:
+    """The prompt of a chat, however much longer than the model's window it is. Runs in a thread.
+
+    Raises:
+        BadRequestError: it cannot be rendered.
+    """
+    chat = make_chat_call(body, checker.limits, checker.chat_format)
+    conversation = convert(body.messages, checker.media_limits)
+    prompt = checker.chat_format.encode_chat(
+        conversation.messages,
+        chat.tools.definitions,
+        chat.thinking_mode,
+        add_generation_prompt=add_generation_prompt,
+        max_tokens=MAX_PROMPT_TOKENS,
+    )
+    return ShownPrompt(prompt, tuple(conversation.sources[index] for index in prompt.media_order))
+
+
+async def expanded_ids(service: Service, shown: ShownPrompt) -> list[int]:
     """The ids of a prompt as the engine would get it. Pictures are looked at for their size, and not decoded.
 
     Raises:
         MediaError: a picture cannot be used.
     """
-    if not sources:
-        return prompt.token_ids
-    plans = await service.media.plan(sources)
+    if not shown.sources:
+        return shown.prompt.token_ids
+    plans = await service.media.plan(shown.sources)
     layouts = [MediaLayout(plan.kind, plan.grid_thw, plan.timestamps_s) for plan in plans]
-    expanded = await service.in_thread(service.chat_format.expand_media, prompt, layouts)
+    expanded = await service.in_thread(service.chat_format.expand_media, shown.prompt, layouts)
     return expanded.token_ids

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.encode import admitted, expanded_ids
+from server.api.encode import ShownPrompt, admitted, chat_prompt, expanded_ids
 from server.api.exchange import answer
 from server.api.generate import Generation
 from server.api.messages_errors import error_body, messages_error
@@ -22,7 +22,7 @@ from server.api.places import Places
 from server.api.prepare import Checker, Prepared, parse
 from server.api.service import Service
 from server.api.sse import named_event
-from server.api.translated import prepare_translated
+from server.api.translated import parse_chat, prepare_translated
 from server.errors import M3Error
 
 router = APIRouter()
@@ -103,15 +103,14 @@ async def count_tokens(request: Request) -> Response:
     identity = request_id(request.scope)
     places = Places()
 
-    def prepare(checker: Checker, raw: bytes) -> Prepared:
+    def prepare(checker: Checker, raw: bytes) -> ShownPrompt:
         nonlocal places
         translation = chat_body(parse(CountTokensBody, raw))
         places = translation.places
-        return prepare_translated(checker, translation.body)
+        return chat_prompt(checker, parse_chat(translation.body))
 
     async def count(service: Service, raw: bytes) -> int:
-        prepared = await service.in_thread(prepare, service.checker, raw)
-        return len(await expanded_ids(service, prepared.prompt, prepared.sources))
+        return len(await expanded_ids(service, await service.in_thread(prepare, service.checker, raw)))
 
     try:
         num_tokens = await admitted(request, count)

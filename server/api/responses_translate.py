@@ -200,16 +200,19 @@ def _content(content: str | list[Part], place: str, places: Places, chat_place: 
     for number, part in enumerate(content):
         chat_part = f"{chat_place}.content[{number}]"
         places.add(chat_part, f"{place}[{number}]")
-        for kind in ("image_url", "video_url"):
-            for option in MEDIA_OPTIONS:
-                places.add(f"{chat_part}.{kind}.{option}", f"{place}[{number}].{option}")
+        for option in MEDIA_OPTIONS if isinstance(part, ImagePart | VideoPart) else ():
+            places.add(f"{chat_part}.{_address_field(part)}.{option}", f"{place}[{number}].{option}")
         parts.append(_part(part))
     return parts
 
 
+def _address_field(part: Part) -> str:
+    return "image_url" if isinstance(part, ImagePart) else "video_url"
+
+
 def _part(part: Part) -> JsonObject:
     if isinstance(part, ImagePart | VideoPart):
-        kind = "image_url" if isinstance(part, ImagePart) else "video_url"
+        kind = _address_field(part)
         options = part.model_dump(include=set(MEDIA_OPTIONS), exclude_none=True)
         return {"type": kind, kind: {"url": getattr(part, kind), **options}}
     return {"type": "text", "text": part.refusal if isinstance(part, RefusalPart) else part.text}

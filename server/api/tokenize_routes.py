@@ -10,8 +10,7 @@ from starlette.responses import Response
 from server.api.chat_format import ChatFormat, EncodedPrompt
 from server.api.completions_schema import MAX_PROMPT_TOKENS
 from server.api.completions_text import spelled
-from server.api.content import convert
-from server.api.encode import admitted, expanded_ids
+from server.api.encode import ShownPrompt, admitted, chat_prompt, expanded_ids
 from server.api.openapi import json_body
 from server.api.prepare import Checker, parse
 from server.api.sampling import check_model
@@ -19,9 +18,7 @@ from server.api.sampling_schema import Body
 from server.api.schema import ChatBody
 from server.api.service import Service
 from server.api.tokenizer import SpecialTokens
-from server.api.validate import make_chat_call
 from server.errors import BadRequestError
-from server.media.types import MediaSource
 
 router = APIRouter()
 
@@ -72,14 +69,6 @@ class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
 
 
-class ShownPrompt(msgspec.Struct, frozen=True):
-    """A prompt with its pictures, and whether its tokens are shown as strings too."""
-
-    prompt: EncodedPrompt
-    sources: tuple[MediaSource, ...]
-    with_strings: bool
-
-
 TOKENIZE_BODY: Final = {"requestBody": json_body(TokenizeBody)}
 DETOKENIZE_BODY: Final = {"requestBody": json_body(DetokenizeBody)}
 
@@ -97,28 +86,17 @@ async def detokenize(request: Request) -> Response:
 
 
 async def _tokenize(service: Service, raw: bytes) -> bytes:
-    shown = await service.in_thread(_prepare, service.checker, raw)
-    token_ids = await expanded_ids(service, shown.prompt, shown.sources)
-    return await service.in_thread(_tokenized, token_ids, shown.with_strings, service)
+    body, shown = await service.in_thread(_prepare, service.checker, raw)
+    token_ids = await expanded_ids(service, shown)
+    return await service.in_thread(_tokenized, token_ids, body.return_token_strs is True, service)
 
 
-def _prepare(checker: Checker, raw: bytes) -> ShownPrompt:
+def _prepare(checker: Checker, raw: bytes) -> tuple[TextToTokenize | ChatToTokenize, ShownPrompt]:
     body = parse(TokenizeBody, raw).root
     check_model(body.model, checker.limits)
-    if isinstance(body, TextToTokenize):
-        prompt = EncodedPrompt(checker.chat_format.encode_text(body.prompt, MAX_PROMPT_TOKENS))
-        return ShownPrompt(prompt, (), bool(body.return_token_strs))
-    chat = make_chat_call(body, checker.limits, checker.chat_format)
-    conversation = convert(body.messages, checker.media_limits)
-    prompt = checker.chat_format.encode_chat(
-        conversation.messages,
-        chat.tools.definitions,
-        chat.thinking_mode,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        max_tokens=MAX_PROMPT_TOKENS,
-    )
-    sources = tuple(conversation.sources[index] for index in prompt.media_order)
-    return ShownPrompt(prompt, sources, bool(body.return_token_strs))
+    if isinstance(body, ChatToTokenize):
+        return body, chat_prompt(checker, body, add_generation_prompt=body.add_generation_prompt is not False)
+    return body, ShownPrompt(EncodedPrompt(checker.chat_format.encode_text(body.prompt, MAX_PROMPT_TOKENS)))
 
 
 def _tokenized(token_ids: list[int], wants_strings: bool, service: Service) -> bytes:

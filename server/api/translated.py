@@ -14,6 +14,18 @@ from server.api.schema import ChatBody
 from server.api.validate import make_chat_call
 
 
+def parse_chat(chat: JsonObject) -> ChatBody:
+    """A chat body that was made from another endpoint's, as its model.
+
+    Raises:
+        BadRequestError: the first fault in it.
+    """
+    try:
+        return ChatBody.model_validate(chat)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
 def prepare_translated(checker: Checker, chat: JsonObject, *, ends_with_window: bool = False) -> Prepared:
     """Check, render and tokenize a chat body that was made from another endpoint's.
 
@@ -25,10 +37,7 @@ def prepare_translated(checker: Checker, chat: JsonObject, *, ends_with_window: 
     Raises:
         M3Error: whatever is wrong with the request, in the words of the chat body's fields.
     """
-    try:
-        body = ChatBody.model_validate(chat)
-    except ValidationError as error:
-        raise from_validation(error) from None
+    body = parse_chat(chat)
     chat_call = make_chat_call(body, checker.limits, checker.chat_format)
     call = msgspec.structs.replace(chat_call.call, ends_with_window=ends_with_window)
     chat_call = msgspec.structs.replace(chat_call, call=call)

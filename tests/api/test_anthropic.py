@@ -153,6 +153,14 @@ def test_pictures_of_the_user_and_of_a_result():
     assert media.num_leases == 0
 
 
+def test_a_prompt_that_is_too_long_can_be_counted():
+    long = [{"role": "user", "content": "word " * 5000}]
+    with LiveServer(ScriptedEngine(Say("x"))) as server, client_of(server) as client:
+        assert client.messages.count_tokens(model="tiny", messages=long).input_tokens > 4096
+        with pytest.raises(anthropic.BadRequestError, match="tokens"):
+            create(client, messages=long)
+
+
 def test_stop_sequences_name_the_one_that_matched():
     with LiveServer(ScriptedEngine(Say("one, two; three"))) as server, client_of(server) as client:
         answer = create(client, stop_sequences=[";", "three"])
@@ -291,6 +299,15 @@ def test_a_server_that_is_not_ready_says_so_in_the_same_shape():
                 call()
             assert caught.value.status_code == 503
             assert caught.value.body["error"]["type"] == "overloaded_error"
+
+
+def test_keys_are_asked_for_in_the_same_shape():
+    with LiveServer(ScriptedEngine(Say("x")), api_keys="right") as server:
+        with client_of(server) as client, pytest.raises(anthropic.AuthenticationError) as caught:
+            create(client)
+        assert caught.value.body["error"]["type"] == "authentication_error"
+        with anthropic.Anthropic(base_url=server.url, api_key="right", max_retries=0) as client:
+            assert create(client).content[0].text == "x"
 
 
 def test_a_client_that_leaves_ends_its_request():

@@ -188,6 +188,9 @@ def test_errors_name_the_clients_own_fields(chat, origin):
         [user({"type": "image", "source": {"type": "file", "file_id": "f"}})],
         [user("text")],
         ["text"],
+        [{"role": {}, "content": "x"}],
+        [user({"type": []})],
+        [user({"type": "image", "source": {"type": {}}})],
     ],
 )
 def test_malformed_messages_are_refused(messages):

@@ -187,6 +187,8 @@ def test_what_a_chat_cannot_say_is_refused(items, param):
         ["hi"],
         [{"role": "tool", "content": "x"}],
         [{"type": "custom_tool_call"}],
+        [{"type": {}, "role": "user", "content": "x"}],
+        [{"role": "user", "content": [{"type": []}]}],
         [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}],
         [{"type": "function_call", "call_id": "c", "name": "f"}],
     ],
