@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-DEPLOY_TOOLS ?= $(VENV)/deploy-tools
+DEPLOY_TOOLS ?= $(HOME)/.cache/m3-deploy-tools
 
 .PHONY: serve check test test-deploy format clean
 

@@ -22,7 +22,7 @@ HELMS = ("helm3", "helm4")
 KUBE_VERSIONS = ("1.30.0", "1.33.0", "1.37.0")
 # Values that need more than the oldest version.
 NOT_ON_OLDEST = {"image", "claim"}
-TOOLS = Path(os.environ.get("DEPLOY_TOOLS", ROOT / ".venv" / "deploy-tools"))
+TOOLS = Path(os.environ.get("DEPLOY_TOOLS", Path.home() / ".cache" / "m3-deploy-tools"))
 RUN_TIMEOUT_S = 120
 
 
