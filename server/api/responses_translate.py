@@ -160,7 +160,7 @@ def _messages(body: ResponsesBody, places: Places) -> Iterator[JsonObject]:
         if isinstance(item, FunctionCallOutputItem):
             if item.call_id not in known_calls:
                 raise BadRequestError(
-                    f"{place}: no function_call before it has the call_id {item.call_id!r}", param=f"{place}.call_id"
+                    f"{place}: no function_call before it has this call_id", param=f"{place}.call_id"
                 )
             content = _content(item.output, f"{place}.output", places, chat_place)
             yield {"role": "tool", "tool_call_id": item.call_id, "content": content}
