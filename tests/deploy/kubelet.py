@@ -61,8 +61,10 @@ class MiniKubelet:
     def __init__(self, pod, environment, model, start_delay_s=0.0):
         self._pod = pod
         self._container = pod["spec"]["containers"][0]
+        assert "admin" in {port["name"] for port in self._container["ports"]}
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
+        admin_port = free_port()
         self._command = [sys.executable, "-m"]
         for argument in self._container["args"]:
             self._command.append(
@@ -73,10 +75,11 @@ class MiniKubelet:
         # Of the host only what a container has too; the pod's folders do not exist here.
         given = {name: value for name, value in environment.items() if name not in REPLACED}
         self._environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | given
-        self._environment["M3_MODEL"] = str(model)
+        self._environment |= {"M3_MODEL": str(model), "M3_ADMIN_PORT": str(admin_port), "M3_ADMIN_HOST": "127.0.0.1"}
         self.events = []
         self.startup, self.readiness, self.liveness = (
-            Probe(self.url, self._container[f"{name}Probe"]) for name in ("startup", "readiness", "liveness")
+            Probe(f"http://127.0.0.1:{admin_port}", self._container[f"{name}Probe"])
+            for name in ("startup", "readiness", "liveness")
         )
         self._is_over = threading.Event()
         self._is_terminating = threading.Event()

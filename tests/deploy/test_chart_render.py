@@ -94,6 +94,7 @@ def notes(tmp_path_factory):
         ("minimal", ["no authentication", "stops service until the new pod has loaded"], ["no such setting", "autoscaler"]),
         ("hostpath", ["hostPath needs a namespace", "the autoscaler"], ["stops service"]),
         ("planned-deployment", ["no such setting", "get secret api-keys"], ["no authentication"]),
+        ("full", ["get secret api-keys"], ["no such setting", "no authentication"]),
     ],
 )
 def test_notes_warn_of_what_the_values_leave_open(notes, helm, name, shown, hidden):

@@ -99,7 +99,7 @@ def container(image):
         "--shm-size=384m",
     ]
     writable = ["--tmpfs=/tmp", "--tmpfs=/home/m3:mode=1777,exec"]
-    environment = ["--env=M3_MODEL=/opt/m3/server/model/tiny", "--env=OMP_NUM_THREADS=1"]
+    environment = ["--env=M3_MODEL=/opt/m3/server/model/tiny", "--env=OMP_NUM_THREADS=1", "--env=M3_MEDIA_SLAB_BYTES=268435456"]
     command = ["uvicorn", "server.main:app", "--host=127.0.0.1", f"--port={port}", "--timeout-graceful-shutdown=5"]
     engine(
         "podman", "run", "--detach", f"--name={name}", "--network=host", *restrictions, *writable, *environment, image, *command

@@ -56,7 +56,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 
 {{/* Port of probes and metrics. */}}
 {{- define "m3.adminPortName" -}}
-{{ ternary "admin" "http" .Values.planned.adminPort }}
+{{ ternary "admin" "http" .Values.adminPort.enabled }}
 {{- end }}
 
 {{- define "m3.gracePeriodSeconds" -}}

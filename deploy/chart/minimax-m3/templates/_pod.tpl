@@ -128,8 +128,8 @@ spec:
       {{- if $isServer }}
       ports:
         - {name: http, containerPort: 8000, protocol: TCP}
-        {{- if $values.planned.adminPort }}
-        - {name: admin, containerPort: 8081, protocol: TCP}
+        {{- if $values.adminPort.enabled }}
+        - {name: admin, containerPort: {{ int64 $values.adminPort.port }}, protocol: TCP}
         {{- end }}
       startupProbe:
         httpGet: {path: /readyz, port: {{ include "m3.adminPortName" $root }}}

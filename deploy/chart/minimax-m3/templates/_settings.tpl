@@ -7,8 +7,9 @@ M3_ENGINE_START_TIMEOUT_S: {{ int64 .Values.startup.budgetSeconds | quote }}
 {{- range $name, $value := .Values.settings }}
 M3_{{ upper $name }}: {{ include "m3.scalar" $value | quote }}
 {{- end }}
-{{- if .Values.planned.adminPort }}
-M3_ADMIN_PORT: "8081"
+{{- if .Values.adminPort.enabled }}
+M3_ADMIN_PORT: {{ int64 .Values.adminPort.port | quote }}
+M3_ADMIN_HOST: "0.0.0.0"
 {{- end }}
 {{- if .Values.planned.drain }}
 M3_DRAIN_TIMEOUT_S: {{ int64 .Values.drain.drainSeconds | quote }}
