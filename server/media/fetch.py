@@ -22,6 +22,7 @@ from server.media.local_file import read_local
 
 MAX_REDIRECTS = 5
 MAX_URL_CHARS = 8192
+MAX_CONNECT_S = 10.0
 SCHEMES = ("http", "https")
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _HEADERS = {
@@ -58,15 +59,17 @@ class Fetcher:
         self._client = httpx.AsyncClient(
             trust_env=False,
             follow_redirects=False,
-            timeout=None,  # noqa: S113 - one deadline for everything, see `fetch`
+            timeout=httpx.Timeout(config.timeout_s, connect=min(MAX_CONNECT_S, 0.8 * config.timeout_s)),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
+        self._sending: set[asyncio.Task[httpx.Response] | asyncio.Task[None]] = set()
         self.num_fetches = 0
         self.num_bytes = 0
         self.seconds = 0.0
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, as soon as what was abandoned has ended."""
+        await asyncio.gather(*self._sending, return_exceptions=True)
         await self._client.aclose()
 
     async def fetch(self, url: str, *, max_bytes: int, param: str | None = None) -> bytes:
@@ -90,7 +93,7 @@ class Fetcher:
             raise MediaError(error.message, param=param) from None
         except _RefusedError as error:
             raise MediaError(str(error), param=param) from None
-        except TimeoutError:
+        except (TimeoutError, httpx.TimeoutException):
             raise MediaError("The media URL timed out.", param=param) from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError):
             raise MediaError("The media URL cannot be fetched.", param=param) from None
@@ -125,8 +128,8 @@ class Fetcher:
                 extensions={"sni_hostname": url.raw_host.decode("ascii")},
             )
             try:
-                response = await self._client.send(request, stream=True)
-            except httpx.ConnectError as error:
+                response = await self._send(request)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 last_error = error
                 continue
             try:
@@ -136,6 +139,20 @@ class Fetcher:
                 self._client.cookies.clear()
             return
         raise last_error or _RefusedError("The media URL's host cannot be found.")
+
+    async def _send(self, request: httpx.Request) -> httpx.Response:
+        """The head of the answer. Not cancelled with the caller: httpcore leaves its socket open when it is cancelled in the
+        middle of a TLS handshake. What was abandoned ends by its own time limits and is closed."""
+        sending = asyncio.create_task(self._client.send(request, stream=True))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+        try:
+            return await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            closing = asyncio.create_task(_close_late(sending))
+            self._sending.add(closing)
+            closing.add_done_callback(self._sending.discard)
+            raise
 
     async def _addresses(self, url: httpx.URL, port: int) -> list[str]:
         """Where `url` may be connected to.
@@ -156,6 +173,11 @@ class Fetcher:
         return addresses
 
 
+async def _close_late(sending: asyncio.Task[httpx.Response]) -> None:
+    with contextlib.suppress(httpx.HTTPError, OSError):
+        await (await sending).aclose()
+
+
 def parse(text: str) -> httpx.URL:
     """An http or https address.
 
@@ -173,6 +195,8 @@ def parse(text: str) -> httpx.URL:
         raise _RefusedError("The media URL is not valid.") from None
     if url.scheme not in SCHEMES:
         raise _RefusedError("The media URL must be an http, https or data address.")
+    if url.port is not None and not 0 < url.port < 1 << 16:
+        raise _RefusedError("The media URL is not valid.")
     if not url.raw_host:
         raise _RefusedError("The media URL has no host.")
     if url.userinfo:

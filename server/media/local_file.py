@@ -36,7 +36,7 @@ def read_local(url: str, root: Path | None, max_bytes: int) -> bytes:
         fd = os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         raise refusal from None
-    with os.fdopen(fd, "rb") as file:
+    try:
         # A directory on the way may have become a link since it was resolved; what was opened is asked itself.
         opened = os.readlink(f"/proc/self/fd/{fd}")
         status = os.fstat(fd)
@@ -44,4 +44,7 @@ def read_local(url: str, root: Path | None, max_bytes: int) -> bytes:
             raise refusal
         if status.st_size > max_bytes:
             raise MediaError(f"The file has {status.st_size} bytes; the limit is {max_bytes}.")
-        return file.read(max_bytes)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(max_bytes)
+    finally:
+        os.close(fd)

@@ -6,16 +6,18 @@ import signal
 
 import numpy as np
 import pytest
+from clips import clip, gray_levels
 from media_cards import BLUE, RED, encode, halves, picture, run
 from PIL import Image
 
 from server.errors import EngineUnavailableError, MediaError
-from server.media.config import MediaConfig
+from server.media import pipeline as pipeline_module
+from server.media.config import FetchConfig, MediaConfig
 from server.media.image import fill_image
 from server.media.pipeline import MediaPipeline
 from server.media.slab import SlabReader
 from server.media.slab_file import GRANULE_BYTES
-from server.media.types import Detail, MediaOptions, MediaSource, ResizePolicy
+from server.media.types import ClipLimits, Detail, MediaOptions, MediaSource, ResizePolicy
 from server.messages import MediaKind
 from server.settings import Settings
 
@@ -263,3 +265,138 @@ def test_the_configuration_follows_the_servers_settings(tmp_path):
     assert (config.num_workers, config.slab_bytes, config.task_timeout_s) == (3, 1 << 20, 2.5)
     assert (config.max_images, config.max_image_bytes) == (7, 99)
     assert 1 <= MediaConfig.from_settings(Settings(model=tmp_path)).num_workers <= 8
+
+
+CLIP = clip(70)
+
+
+def clip_source(data=CLIP, *, param=None, **options):
+    return MediaSource(MediaKind.VIDEO, data, MediaOptions(**options), param)
+
+
+def test_a_clip_is_decoded_in_parts_by_several_workers(spawner, monkeypatch):
+    monkeypatch.setattr(pipeline_module, "PART_FRAMES", 3)
+
+    async def main():
+        async with running(spawner, num_workers=2) as pipeline:
+            (plan,) = await pipeline.plan([clip_source()])
+            assert plan.picks == (0, 10, 20, 30, 40, 50, 60)
+            assert plan.grid_thw == (4, 6, 10)
+            assert plan.timestamps_s == (0, 2, 4, 6)
+            tasks = pipeline.stats().tasks_total
+            lease = await pipeline.load([plan])
+            assert pipeline.stats().tasks_total - tasks == 3
+            reader = SlabReader(pipeline.slab_name)
+            frames = reader.read(lease.refs[0]).reshape(7, 84, 140, 3)
+            assert gray_levels(frames) == [0, 10, 0, 10, 0, 10, 0]
+            del frames
+            reader.close()
+            lease.release()
+            assert pipeline.slab.free_bytes == pipeline.slab.capacity_bytes
+            stats = pipeline.stats()
+            assert (stats.clips_total, stats.frames_total, stats.pictures_total) == (1, 7, 0)
+            assert stats.encoded_bytes_total == len(CLIP)
+            assert stats.decode_cpu_seconds_total > 0
+
+    run(main())
+
+
+def test_options_choose_frames_and_their_size(spawner):
+    async def main():
+        wide = clip(35, size=(1280, 720), codec_options={"preset": "ultrafast"})
+        async with running(spawner) as pipeline:
+            plans = await pipeline.plan(
+                [
+                    clip_source(wide),
+                    clip_source(wide, detail=Detail.LOW),
+                    clip_source(wide, max_long_side_pixel=504),
+                    clip_source(wide, max_pixels=200_000),
+                    clip_source(wide, fps=5.0, max_frames=3),
+                ]
+            )
+            assert [(plan.grid_thw, plan.num_tokens) for plan in plans] == [
+                ((2, 40, 72), 1440),
+                ((2, 28, 48), 672),
+                ((2, 20, 36), 360),
+                ((2, 22, 42), 462),
+                ((2, 40, 72), 1440),
+            ]
+            assert plans[-1].picks == (0, 18, 34)
+        async with running(spawner, policy=ResizePolicy.LONG_SIDE, video_fps=2.0, keep_last=True) as pipeline:
+            (plan,) = await pipeline.plan([clip_source(wide)])
+            assert plan.grid_thw == (4, 28, 48)
+            assert plan.picks == (0, 5, 10, 15, 20, 25, 30, 34)
+
+    run(main())
+
+
+def test_20_clips_in_one_request_and_not_one_more(spawner):
+    async def main():
+        tiny = clip(2, size=(64, 64))
+        async with running(spawner, num_workers=2) as pipeline:
+            lease = await pipeline.load(await pipeline.plan([clip_source(tiny)] * 20 + [source()]))
+            assert len(set(lease.refs)) == 21
+            lease.release()
+            items = [clip_source(tiny, param=str(number)) for number in range(21)]
+            with pytest.raises(MediaError, match="21 videos; the limit is 20") as caught:
+                await pipeline.plan(items)
+            assert caught.value.param == "20"
+
+    run(main())
+
+
+def test_budgets_are_kept_before_anything_is_decoded(spawner):
+    async def main():
+        async with running(spawner, clip_limits=ClipLimits(1 << 22, 3600, 5, 1 << 30), max_total_bytes=len(CLIP)) as pipeline:
+            with pytest.raises(MediaError, match="7 frames; the limit is 5") as caught:
+                await pipeline.plan([clip_source(param="x")])
+            assert caught.value.param == "x"
+            with pytest.raises(MediaError, match="the limit is " + str(len(CLIP))):
+                await pipeline.plan([clip_source(), source()])
+            assert pipeline.slab.free_bytes == pipeline.slab.capacity_bytes
+
+    run(main())
+
+
+def test_a_client_that_leaves_ends_the_decoding_of_its_clip(spawner):
+    def slow(number, width, height):
+        return np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
+
+    async def main():
+        long = clip(120, size=(640, 480), picture=slow, codec_options={"preset": "ultrafast"})
+        async with running(spawner, slab_bytes=64 << 20) as pipeline:
+            plans = await pipeline.plan([clip_source(long, fps=2.0)])
+            (pid,) = pipeline.pool.pids
+            os.kill(pid, signal.SIGSTOP)
+            loading = asyncio.create_task(pipeline.load(plans))
+            await until(lambda: pipeline.slab.free_bytes < pipeline.slab.capacity_bytes and not pipeline.pool.num_queued)
+            for _ in range(100):
+                await asyncio.sleep(0)  # the task goes out to the stopped worker
+            loading.cancel()
+            before_s = pipeline.stats().decode_cpu_seconds_total
+            os.kill(pid, signal.SIGCONT)
+            await all_free(pipeline)
+            assert pipeline.pool.pids == (pid,)
+            assert pipeline.stats().decode_cpu_seconds_total - before_s < 0.2
+
+    run(main())
+
+
+def test_files_with_an_address_are_fetched_first(spawner, tmp_path):
+    (tmp_path / "card.png").write_bytes(CARD)
+
+    async def main():
+        async with running(spawner, fetch=FetchConfig(local_root=tmp_path)) as pipeline:
+            url = f"file://{tmp_path}/card.png"
+            here = MediaSource(MediaKind.IMAGE, url=url)
+            plans = await pipeline.plan([here, source(), here])
+            assert len({plan.content_hash for plan in plans}) == 1
+            assert plans[0].source.data == CARD
+            gone = MediaSource(MediaKind.IMAGE, param="gone", url=f"file://{tmp_path}/gone.png")
+            for items in ([source(), gone, here], [here, gone, source(b"junk", param="later")]):
+                with pytest.raises(MediaError, match="file URL") as caught:
+                    await pipeline.plan(items)
+                assert caught.value.param == "gone"
+            assert pipeline.stats().fetches_total >= 4
+
+    run(main())
