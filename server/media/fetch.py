@@ -142,7 +142,8 @@ class Fetcher:
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
         """The head of the answer. Not cancelled with the caller: httpcore leaves its socket open when it is cancelled in the
-        middle of a TLS handshake. What was abandoned ends by its own time limits and is closed."""
+        middle of a TLS handshake. What was abandoned ends by its own time limits and is closed.
+        """
         sending = asyncio.create_task(self._client.send(request, stream=True))
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)

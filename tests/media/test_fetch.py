@@ -245,13 +245,13 @@ def test_the_list_of_allowed_hosts(host, allowed):
         return ["127.0.0.1"]
 
     async def main():
-        async with web(lambda path: answer()) as (port, _):
-            async with fetching(resolver, allowed_hosts=("example.com", ".cdn.net")) as fetcher:
-                url = f"http://{host}:{port}/"
-                if allowed:
-                    assert await fetcher.fetch(url, max_bytes=100) == b"picture"
-                else:
-                    await refused(fetcher, url, "list of allowed hosts")
+        hosts = ("example.com", ".cdn.net")
+        async with web(lambda path: answer()) as (port, _), fetching(resolver, allowed_hosts=hosts) as fetcher:
+            url = f"http://{host}:{port}/"
+            if allowed:
+                assert await fetcher.fetch(url, max_bytes=100) == b"picture"
+            else:
+                await refused(fetcher, url, "list of allowed hosts")
 
     run(main())
 
