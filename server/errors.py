@@ -67,6 +67,14 @@ class NotFoundError(M3Error):
     code = "not_found"
 
 
+class BodyTimeoutError(M3Error):
+    """The client takes too long to send its body."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
 class PayloadTooLargeError(M3Error):
     """The HTTP body exceeds the configured limit."""
 

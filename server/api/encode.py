@@ -14,7 +14,7 @@ from server.api.chat_format import EncodedPrompt, MediaLayout
 from server.api.completions_schema import MAX_PROMPT_TOKENS
 from server.api.content import convert
 from server.api.disconnect import ClientGoneError, unless_client_gone
-from server.api.exchange import CLIENT_GONE
+from server.api.exchange import CLIENT_GONE, body_of
 from server.api.middleware import request_id
 from server.api.prepare import Checker
 from server.api.problems import from_bug
@@ -43,7 +43,7 @@ async def admitted(request: Request, work: Callable[[Service, bytes], Coroutine[
     service: Service = request.app.state.service
     service.admit()
     try:
-        raw = await request.body()
+        raw = await body_of(request, service.settings.body_timeout_s)
         return await unless_client_gone(request.receive, work(service, raw))
     except M3Error:
         raise

@@ -4,6 +4,7 @@ An endpoint brings a `Form`: how its body becomes a prepared request, and how de
 else is here: the place among the open requests, a client that leaves, errors before and after the first byte, metrics.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Final, Protocol
 
@@ -19,7 +20,7 @@ from server.api.prepare import Prepared
 from server.api.problems import from_bug
 from server.api.service import Service
 from server.api.sse import EventStream
-from server.errors import M3Error
+from server.errors import BodyTimeoutError, M3Error
 
 MAX_LOGGED_LEN: Final = 32_768
 # Nobody reads it; the number is nginx's for a client that closed the connection.
@@ -118,6 +119,20 @@ class Exchange:
         return self._form.failed(error)
 
 
+async def body_of(request: Request, timeout_s: float) -> bytes:
+    """The whole body. A client that sends it slowly holds a place, so there is a limit.
+
+    Raises:
+        BodyTimeoutError: it was not there in time.
+        ClientDisconnect: the client left.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await request.body()
+    except TimeoutError:
+        raise BodyTimeoutError(f"the body was not there within {timeout_s:g} s") from None
+
+
 async def answer(request: Request, form: Form) -> Response:
     """Run one request to its end, or to the response that streams it.
 
@@ -130,7 +145,7 @@ async def answer(request: Request, form: Form) -> Response:
     is_streaming = False
     try:
         exchange.admit()  # a server that cannot take the request does not read its body
-        raw = await request.body()
+        raw = await body_of(request, service.settings.body_timeout_s)
         if await unless_client_gone(request.receive, exchange.start(raw)):
             is_streaming = True
             return EventStream(exchange.events(), exchange.close, service.settings.slow_client_timeout_s)

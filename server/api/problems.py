@@ -16,7 +16,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from server.api.middleware import request_id
-from server.errors import BadRequestError, EngineUnavailableError, M3Error, OverloadedError, PayloadTooLargeError
+from server.errors import (
+    BadRequestError,
+    BodyTimeoutError,
+    EngineUnavailableError,
+    M3Error,
+    OverloadedError,
+    PayloadTooLargeError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +71,7 @@ def error_response(error: M3Error) -> Response:
     headers = {}
     if isinstance(error, EngineUnavailableError | OverloadedError):
         headers["retry-after"] = str(RETRY_AFTER_S)
-    if isinstance(error, PayloadTooLargeError):
+    if isinstance(error, PayloadTooLargeError | BodyTimeoutError):
         headers["connection"] = "close"  # the rest of the body is not read
     return Response(msgspec.json.encode(error.body()), error.status, headers, media_type="application/json")
 

@@ -80,6 +80,15 @@ def test_a_client_that_leaves_before_its_body_is_complete_costs_nothing():
         assert len(engine.submitted) == 1
 
 
+def test_a_body_that_is_sent_too_slowly_is_a_408_and_gives_its_place_back():
+    with LiveServer(ScriptedEngine(Say("x")), body_timeout_s=0.2) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{{".encode())
+            answer = read_until(connection, b"request_timeout")
+        assert b"408" in answer.splitlines()[0]
+        wait_until(lambda: server.num_requests == 0)
+
+
 def test_clients_that_leave_at_any_moment_leave_nothing_behind():
     rng = random.Random(0)
     scripts = [Say("x"), Say("y", end=None), Say("some tokens " * 20), Say("z", end=FailureKind.INTERNAL)]
