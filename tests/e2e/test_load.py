@@ -71,7 +71,9 @@ class Streamed:
     def read(self):
         with httpx.stream("POST", self._url + "/v1/chat/completions", json=self._body, timeout=TIMEOUT_S) as response:
             self.is_accepted.set()
-            for line in filter(None, response.iter_lines()):
+            for line in response.iter_lines():
+                if not line.startswith("data: "):
+                    continue  # a comment in a silence, or the end of an event
                 self.lines.append(line)
                 if len(self.lines) == 2:  # the first has only the role
                     self.first_text_s = time.monotonic()
