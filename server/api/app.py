@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from fastapi import FastAPI
+from opentelemetry.trace import get_tracer
 
 from server import __version__
 from server.api import chat, completions, health, messages_api, models, responses, tokenize_routes
@@ -24,6 +25,7 @@ from server.api.responses_schema import ResponsesBody
 from server.api.schema import ChatBody
 from server.api.service import Service
 from server.api.tokenize_routes import DetokenizeBody, TokenizeBody
+from server.api.tracing import TracingMiddleware
 from server.media.pipeline import MediaPipeline
 from server.settings import Settings
 
@@ -89,5 +91,6 @@ def create_app(
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
     app.add_middleware(AuthMiddleware, keys=keys)
     app.add_middleware(AccessLogMiddleware)
+    app.add_middleware(TracingMiddleware, tracer=get_tracer("m3-server", __version__))
     app.add_middleware(RequestIdMiddleware)  # added last, so it is outermost
     return app
