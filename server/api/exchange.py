@@ -120,7 +120,7 @@ class Exchange:
 
 
 async def body_of(request: Request, timeout_s: float) -> bytes:
-    """The whole body. A client that sends it slowly holds a place, so there is a limit.
+    """The whole body, which the request does not keep. A client that sends it slowly holds a place, so there is a limit.
 
     Raises:
         BodyTimeoutError: it was not there in time.
@@ -128,7 +128,7 @@ async def body_of(request: Request, timeout_s: float) -> bytes:
     """
     try:
         async with asyncio.timeout(timeout_s):
-            return await request.body()
+            return b"".join([chunk async for chunk in request.stream()])
     except TimeoutError:
         raise BodyTimeoutError(f"the body was not there within {timeout_s:g} s") from None
 
@@ -145,8 +145,8 @@ async def answer(request: Request, form: Form) -> Response:
     is_streaming = False
     try:
         exchange.admit()  # a server that cannot take the request does not read its body
-        raw = await body_of(request, service.settings.body_timeout_s)
-        if await unless_client_gone(request.receive, exchange.start(raw)):
+        # No name holds the body, which may be large, while the answer is generated.
+        if await unless_client_gone(request.receive, exchange.start(await body_of(request, service.settings.body_timeout_s))):
             is_streaming = True
             return EventStream(exchange.events(), exchange.close, service.settings.slow_client_timeout_s)
         return Response(await unless_client_gone(request.receive, exchange.whole()), media_type="application/json")
