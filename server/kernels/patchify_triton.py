@@ -1,5 +1,8 @@
 """Normalise and cut frames into patches on the GPU: one program per patch, one read and one write of everything."""
 
+# Parameters of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import torch
 import triton
 import triton.language as tl

@@ -67,7 +67,7 @@ def opened(data: bytes, max_frame_pixels: int) -> Iterator[tuple[InputContainer,
     if found in _NOT_CLIPS or found in ("HEIC", "AVIF", "JPEG XL", "JPEG 2000"):
         raise MediaError(f"The video is {found}, which is not supported; send {CONTAINERS}.")
     try:
-        # A name of its own, because FFmpeg also judges by names, and metadata are not text that anyone reads here.
+        # Titles and the like may be in any encoding; nobody reads them here.
         with av.open(io.BytesIO(data), options=dict(_OPTIONS), metadata_errors="replace") as container:
             assert isinstance(container, InputContainer)
             stream = _video_stream(container)

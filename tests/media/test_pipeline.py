@@ -13,6 +13,7 @@ from PIL import Image
 from server.errors import EngineUnavailableError, MediaError
 from server.media import pipeline as pipeline_module
 from server.media.config import FetchConfig, MediaConfig
+from server.media.geometry import IMAGE_AREA
 from server.media.image import fill_image
 from server.media.pipeline import MediaPipeline
 from server.media.slab import SlabReader
@@ -400,3 +401,9 @@ def test_files_with_an_address_are_fetched_first(spawner, tmp_path):
             assert pipeline.stats().fetches_total >= 4
 
     run(main())
+
+
+def test_the_default_slab_holds_200_full_pictures_or_the_largest_clip():
+    config = MediaConfig()
+    assert 200 * 3 * IMAGE_AREA.max_pixels <= config.slab_bytes
+    assert 3 * config.clip_limits.max_total_pixels <= config.slab_bytes
