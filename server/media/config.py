@@ -15,11 +15,11 @@ MAX_SOURCE_PIXELS = 1 << 26
 """64 megapixels: above the 48 of today's phones, and two RGBA copies of it still fit a worker's memory."""
 
 MAX_FRAME_PIXELS = 1 << 25
-"""32 megapixels: an 8K frame; a decoder keeps up to twenty of them for reference."""
+"""32 megapixels: an 8K frame; a decoder keeps up to sixteen of them for reference."""
 
-WORKER_MEMORY_BYTES = 2048 << 20
-"""Private memory of a worker: the largest picture as RGBA, its turned copy, RGB and alpha (0.27 + 0.27 + 0.2 + 0.07 GB) or a
-clip's bytes and packets (0.5 GB) and the frames that its decoder refers to, and as much again for what a decoder needs."""
+WORKER_MEMORY_BYTES = 1536 << 20
+"""Private memory of a worker: the largest picture as RGBA, its turned copy, RGB and alpha (0.27 + 0.27 + 0.2 + 0.07 GB), or a
+clip's bytes and packets (0.5 GB) and the frames that its decoder refers to (16 of 8K: 0.8 GB)."""
 
 CLIP_LIMITS = ClipLimits(MAX_FRAME_PIXELS, max_duration_s=3600.0, max_frames=2400, max_total_pixels=301_056_000)
 MAX_WORKERS = 8
