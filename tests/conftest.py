@@ -1,4 +1,4 @@
-"""What all tests share: one torch thread each, so that parallel test processes do not fight for cores; no GPU, no `gpu` test."""
+"""What all tests share: one torch thread each, as parallel processes share the cores, and `gpu` tests only on a GPU."""
 
 import os
 

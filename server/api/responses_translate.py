@@ -159,9 +159,7 @@ def _messages(body: ResponsesBody, places: Places) -> Iterator[JsonObject]:
         places.add(chat_place, place)
         if isinstance(item, FunctionCallOutputItem):
             if item.call_id not in known_calls:
-                raise BadRequestError(
-                    f"{place}: no function_call before it has this call_id", param=f"{place}.call_id"
-                )
+                raise BadRequestError(f"{place}: no function_call before it has this call_id", param=f"{place}.call_id")
             content = _content(item.output, f"{place}.output", places, chat_place)
             yield {"role": "tool", "tool_call_id": item.call_id, "content": content}
         elif _is_assistants(item):
