@@ -24,6 +24,7 @@ class WorkerProcess:
         self._socket = fork.connection
         self._has_whole_task = False
         self._is_cancelled = False
+        self._cancelling: asyncio.Task[None] | None = None
         self._is_closed = False
         self.num_tasks = 0
         self.grown_bytes = 0
@@ -77,6 +78,9 @@ class WorkerProcess:
             answer = await self._receive()
         finally:
             self._has_whole_task = False
+        if self._cancelling is not None:
+            await self._cancelling  # the next task's frame must not start inside this one
+            self._cancelling = None
         if not isinstance(answer, Answer):
             raise WorkerDiedError("the worker answered out of turn")
         self.grown_bytes = answer.grown_bytes
@@ -94,15 +98,16 @@ class WorkerProcess:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._cancelling is not None:
+            self._cancelling.cancel()
+            await asyncio.gather(self._cancelling, return_exceptions=True)
         kill(self._fork)
         self._socket.close()
         await asyncio.shield(_ended(self._fork.pidfd))
 
     def _send_cancel(self) -> None:
-        encoded = _encoder.encode(Cancel())
-        # The task's frame is out, so these few bytes fit the socket's buffer and nothing can come between them.
-        with contextlib.suppress(OSError):
-            self._socket.send(HEADER.pack(len(encoded), 0) + encoded)
+        # The task's frame is out, but the worker may not have read it yet, so the socket may have no room at the moment.
+        self._cancelling = asyncio.create_task(self._send(Cancel(), b""))
 
     async def _send(self, message: ToWorker, body: bytes) -> None:
         loop = asyncio.get_running_loop()

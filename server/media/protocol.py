@@ -101,6 +101,6 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 Task = PlanTask | PlanClipTask | FillTask | FillClipTask
-ToWorker = Setup | PlanTask | PlanClipTask | FillTask | FillClipTask
+ToWorker = Setup | Cancel | PlanTask | PlanClipTask | FillTask | FillClipTask
 FromWorker = Hello | Answer
 Outcome = ImagePlan | ClipPlan | Filled
