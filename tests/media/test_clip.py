@@ -7,8 +7,6 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
-from clips import SQUARE, clip, gray_levels, level, remuxed
-from media_cards import encode, halves
 
 from server.errors import MediaError
 from server.media.clip import fill_clip, plan_clip
@@ -17,6 +15,8 @@ from server.media.container import index_packets, opened
 from server.media.geometry import VIDEO_AREA, Size, grid_of, long_side_rule
 from server.media.sampling import FrameSampling
 from server.media.types import ClipLimits
+from tests.media.clips import SQUARE, clip, gray_levels, level, remuxed
+from tests.media.media_cards import encode, halves
 
 LIMITS = ClipLimits(max_frame_pixels=1 << 22, max_duration_s=3600, max_frames=2400, max_total_pixels=301_056_000)
 SMALL = long_side_rule(112)

@@ -4,14 +4,14 @@ import asyncio
 
 import numpy as np
 import pytest
-from clips import clip
-from media_cards import run
 
 from server.errors import MediaError
 from server.media.config import MediaConfig
 from server.media.pipeline import MediaPipeline
 from server.media.types import MediaOptions, MediaSource
 from server.messages import MediaKind
+from tests.media.clips import clip
+from tests.media.media_cards import run
 
 FILES = {
     "mp4": {"codec_options": {"g": "5"}},

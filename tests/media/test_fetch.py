@@ -7,12 +7,12 @@ import ssl
 
 import httpx
 import pytest
-from media_cards import run
 
 from server.errors import MediaError
 from server.media.addresses import is_public
 from server.media.config import FetchConfig
 from server.media.fetch import Fetcher, is_remote, resolve
+from tests.media.media_cards import run
 
 PUBLIC = "93.184.216.34"
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from media_cards import decode_image, encode, picture
 from PIL import Image
 
 from server.kernels.patchify import patchify_torch
 from server.media.geometry import IMAGE_AREA, VIDEO_AREA, Size, grid_of, segments, target_size
 from server.media.image import plan_image
 from server.media.resize import resize_into
+from tests.media.media_cards import decode_image, encode, picture
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "preprocess.json").read_text())
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)

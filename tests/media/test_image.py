@@ -7,13 +7,13 @@ import zlib
 
 import numpy as np
 import pytest
-from media_cards import BLUE, RED, WHITE, decode_image, encode, halves, png_chunk, png_header, png_with
 from PIL import Image
 
 from server.errors import MediaError
 from server.media.geometry import IMAGE_AREA, IMAGE_LONG_SIDE, Size, grid_of, long_side_rule, num_tokens
 from server.media.image import plan_image
 from server.media.sniff import sniff
+from tests.media.media_cards import BLUE, RED, WHITE, decode_image, encode, halves, png_chunk, png_header, png_with
 
 MAX_PIXELS = 1 << 26
 ORIENTATION = 0x0112

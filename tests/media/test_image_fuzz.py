@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from media_cards import decode_image, encode, picture
 from PIL import Image
 
 from server.errors import MediaError
 from server.media.geometry import IMAGE_AREA
 from server.media.image import plan_image
+from tests.media.media_cards import decode_image, encode, picture
 
 CARD = Image.fromarray(picture(60, 44, seed=3))
 ROTATED = Image.Exif()

@@ -6,8 +6,6 @@ import signal
 
 import numpy as np
 import pytest
-from clips import clip, gray_levels
-from media_cards import BLUE, RED, encode, halves, picture, run
 from PIL import Image
 
 from server.errors import EngineUnavailableError, MediaError
@@ -21,6 +19,8 @@ from server.media.slab_file import GRANULE_BYTES
 from server.media.types import ClipLimits, Detail, MediaOptions, MediaSource, ResizePolicy
 from server.messages import MediaKind
 from server.settings import Settings
+from tests.media.clips import clip, gray_levels
+from tests.media.media_cards import BLUE, RED, encode, halves, picture, run
 
 CARD = encode(Image.fromarray(picture(200, 150, seed=2)), "PNG")
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from media_cards import encode, halves, run
 from PIL import Image
 
 from server.errors import EngineUnavailableError, MediaError
@@ -21,6 +20,7 @@ from server.media.slab import MediaSlab
 from server.media.spawner import COMMAND, Spawner, WorkerDiedError
 from server.media.types import ImagePlan
 from server.messages import SlabRef
+from tests.media.media_cards import encode, halves, run
 
 PICTURE = encode(halves(), "PNG")
 PLAN = PlanTask(rule=IMAGE_AREA, max_pixels=1 << 26)

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 import torch
-from media_cards import picture
 from PIL import Image
 
 from server.media.geometry import IMAGE_AREA, IMAGE_LONG_SIDE, Size, target_size
 from server.media.resize import resize_into
+from tests.media.media_cards import picture
 
 SIZES = [(640, 480), (480, 640), (337, 501), (472, 495), (100, 30), (31, 977), (900, 611), (57, 43), (5, 5)]
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from media_cards import run
 
 from server.errors import EngineUnavailableError, MediaError, OverloadedError
 from server.media.freelist import FreeList
 from server.media.slab import MediaSlab, SlabError, SlabReader, StaleSlabError
 from server.media.slab_file import GRANULE_BYTES, PREFIX
 from server.messages import SlabRef
+from tests.media.media_cards import run
 
 UNIT = GRANULE_BYTES
 
