@@ -15,8 +15,10 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Tests that start servers come last and alone: some of them look at response times.
 test: $(STAMP)
-	$(BIN)/pytest -m "not gpu and not deploy" $(PYTEST_ARGS)
+	$(BIN)/pytest -n auto --dist loadfile -m "not gpu and not deploy and not e2e" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "e2e and not deploy" $(PYTEST_ARGS)
 
 # The chart, the image, the alerts: with real Helm, Prometheus, nginx and podman. Needs root on Debian.
 test-deploy: $(STAMP)
