@@ -74,6 +74,7 @@ class Sampler:
         self._min_p = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self._top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._seed = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
 
     def admit(self, sequence: NewSequence) -> None:
         """Set up the slot of a new or resumed sequence."""
@@ -127,8 +128,9 @@ class Sampler:
             logits[i].index_add_(0, _given(states[i].bias_ids), _given(states[i].bias_values))
         if penalised:
             chosen = [states[i] for i in penalised]
-            logits[penalised] = apply_penalties(
-                logits[penalised],
+            index = self._tensor(penalised, torch.int64)
+            logits[index] = apply_penalties(
+                logits[index],
                 torch.stack([_given(state.prompt_seen) for state in chosen]),
                 torch.stack([_given(state.output_counts) for state in chosen]),
                 self._tensor([state.params.repetition_penalty for state in chosen], torch.float32),
@@ -170,7 +172,8 @@ class Sampler:
     def _count_outputs(self, token_ids: Tensor, states: list[SamplingSlot]) -> None:
         for i, state in enumerate(states):
             if state.output_counts is not None:
-                state.output_counts[token_ids[i]] += 1
+                # Not `output_counts[token_ids[i]] += 1`: indexing with a scalar tensor waits for the device.
+                state.output_counts.index_add_(0, token_ids[i : i + 1], self._one)
 
     def _logprobs(self, logits: Tensor, token_ids: Tensor, states: list[SamplingSlot]) -> dict[int, TokenLogprobs]:
         """By row, for the sequences that asked."""
