@@ -1,1 +1,1 @@
-"""Pictures and clips: guards, plans, decoding in disposable processes, patches in shared memory."""
+"""Pictures and clips: guards, plans, decoding in disposable processes, frames in shared memory."""
