@@ -74,11 +74,6 @@ class _Piece:
     ranges: tuple[TokenRange, ...]
 
     @property
-    def begin(self) -> int:
-        """Position of its first placeholder."""
-        return self.ranges[0].offset
-
-    @property
     def end(self) -> int:
         """Position behind its last placeholder."""
         return self.ranges[-1].offset + self.ranges[-1].length
@@ -97,6 +92,7 @@ class _Piece:
 @dataclass
 class _SlotMedia:
     pieces: tuple[_Piece, ...]
+    end: int  # position behind the last placeholder of all pieces
     features: dict[FeatureKey, Tensor] = field(default_factory=dict)
     fault: Exception | None = None
 
@@ -123,7 +119,8 @@ class MediaFeatures:
         """Take a slot with the items of its sequence."""
         if items:
             pieces = [piece for item in items for piece in _pieces(item, self._encoder.media_segment_len)]
-            self._slots[slot] = _SlotMedia(tuple(pieces))
+            ends = [part.offset + part.length for item in items for part in item.ranges]
+            self._slots[slot] = _SlotMedia(tuple(pieces), max(ends, default=0))
 
     def release(self, slot: int) -> None:
         """Drop the slot's features; a slot that holds nothing is ignored."""
@@ -138,7 +135,7 @@ class MediaFeatures:
         frames: dict[FeatureKey, Tensor] = {}
         wanted: list[tuple[_SlotMedia, _Piece]] = []
         for chunk in chunks:
-            media = self._slots.get(chunk.slot)
+            media = self._media_ahead(chunk)
             if media is None:
                 continue
             for piece in media.pieces:
@@ -165,7 +162,7 @@ class MediaFeatures:
         Raises:
             MediaFeaturesError: an item does not fit its description; whatever `read_pixels` and the encoder raise passes.
         """
-        media = self._slots.get(chunk.slot)
+        media = self._media_ahead(chunk)
         if media is None:
             return []
         if media.fault is not None:
@@ -184,6 +181,11 @@ class MediaFeatures:
                 first_feature += token_range.length
         self._let_go(media, end)
         return found
+
+    def _media_ahead(self, chunk: Chunk) -> _SlotMedia | None:
+        """The slot's media while some are to come; None from then on, so that decoding after a long clip costs nothing."""
+        media = self._slots.get(chunk.slot)
+        return None if media is None or chunk.start >= media.end else media
 
     def _let_go(self, media: _SlotMedia, position: int) -> None:
         """Drop the features of pieces that end at or before `position`, unless a later piece shows the same."""

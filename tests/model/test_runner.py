@@ -278,6 +278,13 @@ def test_media_of_earlier_requests_are_not_encoded_again_while_the_cache_has_roo
     assert (cache.num_hits, cache.num_misses, cache.num_bytes, len(cache)) == (2, 4, 2 * one, 2)
 
 
+def test_tokens_behind_the_last_item_do_not_look_at_media(runner):
+    sequence = new(0, range(10), media=(clip_of(50, 1, 2), picture(10, 5, num_tokens=1)))
+    step(runner, Chunk(0, 0, 6, (1, 2), samples=False), new_sequences=[sequence])
+    del runner._media._slots[0].pieces
+    assert sampled(step(runner, Chunk(0, 6, 4, (3,), samples=True))) == {0: 10}
+
+
 def test_a_picture_behind_a_prefix_hit_is_not_encoded(runner, model):
     sequence = new(0, range(10), media=(picture(10, 1),))
     step(runner, Chunk(0, 2 * PAGE, 2, (1, 2, 3), samples=True), new_sequences=[sequence])
