@@ -32,6 +32,9 @@ BUSY_STATS_PERIOD_S = 0.2
 IDLE_STATS_PERIOD_S = 0.5
 COMPILE_POLL_S = 0.002
 MAX_FAILED_STEPS = 3
+# Numbers in the log-probabilities of a prompt. They leave in one message; at 14 bytes each it stays well below the
+# transport's limit, beyond which sending would end the engine.
+MAX_PROMPT_LOGPROBS = 8_000_000
 STEP_FAILED = "the model could not compute the step of this request"
 
 
@@ -106,14 +109,21 @@ class Engine:
         return True
 
     def _add(self, submit: Submit) -> list[RequestEvent]:
-        """An id outside the embedding would take the whole device down, so it is refused here, whoever sent it."""
-        token_ids = submit.prompt_token_ids
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            message = f"a token id of the prompt is not below {self._vocab_size}"
-            return [Failed(submit.request_id, FailureKind.INVALID, message)]
+        refusal = self._refusal(submit)
+        if refusal is not None:
+            return [Failed(submit.request_id, FailureKind.INVALID, refusal)]
         if submit.sampling.grammar is not None:
             return self._grammars.hold(submit, submit.sampling.grammar)
         return self._scheduler.add(submit)
+
+    def _refusal(self, submit: Submit) -> str | None:
+        """Why a request would take the engine down; such are refused here, whoever sent them."""
+        token_ids, num_top = submit.prompt_token_ids, submit.sampling.num_prompt_logprobs
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            return f"a token id of the prompt is not below {self._vocab_size}"
+        if num_top is not None and len(token_ids) * (num_top + 4) > MAX_PROMPT_LOGPROBS:
+            return f"{len(token_ids)} tokens are too many for the log-probabilities of {num_top} alternatives each"
+        return None
 
     def _add_compiled(self) -> None:
         """Hand the requests to the scheduler whose grammars are compiled now."""

@@ -1,9 +1,10 @@
 from collections import deque
 
+import msgspec
 import pytest
 import torch
 
-from server.engine import IDLE_STATS_PERIOD_S, Engine, EngineFailedError
+from server.engine import IDLE_STATS_PERIOD_S, MAX_PROMPT_LOGPROBS, Engine, EngineFailedError
 from server.messages import (
     Abort,
     Failed,
@@ -14,10 +15,12 @@ from server.messages import (
     Shutdown,
     Stats,
     Submit,
+    TokenLogprobs,
     Tokens,
 )
 from server.scheduler.config import SchedulerConfig
 from server.scheduler.scheduler import Scheduler
+from server.transport import MAX_MESSAGE_BYTES
 from tests.fakes import FakeRunner, expected_tokens
 
 VOCAB = 64
@@ -151,6 +154,23 @@ def test_a_token_id_outside_the_vocabulary_never_reaches_the_model(engine_on, to
     (failure,) = channel.of("bad")
     assert failure.kind is FailureKind.INVALID
     assert channel.tokens_of("good") == expected_tokens(good, VOCAB)
+
+
+def test_prompt_logprobs_that_no_message_could_carry_are_refused(engine_on, monkeypatch):
+    monkeypatch.setattr("server.engine.MAX_PROMPT_LOGPROBS", 100)
+    few, many = (Submit(f"{n}", [1] * 5, SamplingParams(max_tokens=1, num_prompt_logprobs=n)) for n in (16, 17))
+    channel = ScriptedChannel([many, few])
+    engine_on(channel).run()
+    (failure,) = channel.of("17")
+    assert failure.kind is FailureKind.INVALID
+    assert channel.tokens_of("16") == expected_tokens(few, VOCAB)
+
+
+def test_the_largest_prompt_logprobs_fit_a_message():
+    num_top = 20
+    entry = TokenLogprobs(-1.5, (200_000,) * num_top, (-2.5,) * num_top)
+    num_bytes = len(msgspec.msgpack.encode([Tokens("r" * 64, [1], [], [entry] * 1000)])) / 1000
+    assert 2 * num_bytes * MAX_PROMPT_LOGPROBS / (num_top + 4) < MAX_MESSAGE_BYTES
 
 
 def test_a_busy_engine_does_not_wait_for_messages(engine_on):
