@@ -205,6 +205,8 @@ class EngineClient:
         try:
             while events := await channel.receive_within(LAST_WORDS_S):
                 self._dispatch(events)
+        except Exception:
+            logger.exception("the engine's last messages cannot be read")
         finally:
             self._on_exit(code)
 

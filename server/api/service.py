@@ -5,6 +5,7 @@ is ready; it never sees how it became so.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -171,14 +172,17 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._engine is not None:
-            await self._engine.close()
-        await self.media.close()
-        if self._grammars is not None:
-            await self._grammars.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._has_failed and self._exits_with_engine:
-            leave()
+        try:
+            async with contextlib.AsyncExitStack() as children:  # one that fails to stop does not keep the others
+                children.callback(self._threads.shutdown, wait=False, cancel_futures=True)
+                if self._grammars is not None:
+                    children.push_async_callback(self._grammars.close)
+                children.push_async_callback(self.media.close)
+                if self._engine is not None:
+                    children.push_async_callback(self._engine.close)
+        finally:
+            if self._has_failed and self._exits_with_engine:
+                leave()
 
     async def _supervise(self) -> None:
         """Become ready, then wait for the engine's death."""

@@ -253,6 +253,34 @@ def test_a_flood_of_events_leaves_the_loop_to_other_tasks():
     asyncio.run(scenario())
 
 
+def test_an_engine_whose_messages_cannot_be_read_ends_every_request_and_can_be_closed():
+    class Garbage:
+        """Every frame is broken, those that an ended engine left behind too."""
+
+        async def receive(self):
+            raise ValueError("broken")
+
+        async def receive_within(self, timeout_s):
+            raise ValueError("broken")
+
+        def close(self):
+            pass
+
+    async def scenario():
+        async with asyncio.timeout(60):
+            client = client_of()
+            await client.start()
+            await client.wait_ready()
+            stream = submit_to(client, "r", HANG)
+            reader = asyncio.create_task(client._read(Garbage()))
+            await client._watch(Garbage(), client._process, reader)
+            assert client.died.is_set()
+            assert (await collect(stream))[-1].kind is FailureKind.ENGINE_DEAD
+            await client.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_request_that_is_too_large_for_the_channel_is_refused_and_not_open(monkeypatch):
     async def scenario(client):
         monkeypatch.setattr("server.transport.MAX_MESSAGE_BYTES", 1000)

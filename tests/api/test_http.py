@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from server import __version__
-from tests.api.scripted import CHAT, Say, ScriptedEngine, chat, http_client, make_app, tiny_format
+from tests.api.scripted import CHAT, Say, ScriptedEngine, ScriptedMedia, chat, http_client, make_app, tiny_format
 
 
 def ask(scenario, engine=None, **settings):
@@ -41,6 +41,22 @@ def test_before_the_model_is_loaded_the_server_lives_and_is_not_ready():
     assert refused.json()["error"]["code"] == "engine_unavailable"
     assert int(refused.headers["retry-after"]) > 0
     assert answered.status_code == 200
+
+
+def test_a_part_that_fails_to_stop_does_not_keep_the_others():
+    engine, media = ScriptedEngine(Say("x")), ScriptedMedia()
+    closed = []
+
+    async def fail():
+        raise RuntimeError("cannot stop")
+
+    async def close():
+        closed.append(media)
+
+    engine.close, media.close = fail, close
+    with pytest.raises(RuntimeError, match="cannot stop"):
+        ask(lambda client: client.get("/livez"), engine, media=media)
+    assert closed == [media]
 
 
 def test_models_and_version():
