@@ -57,7 +57,7 @@ class ChatForm:
             model=self._service.settings.model_name,
             choices=fold.choices(),
             usage=generation.usage,
-            prompt_logprobs=self._prompt_logprobs(generation),
+            prompt_logprobs=await self._prompt_logprobs(generation),
         )
         return msgspec.json.encode(completion)
 
@@ -85,17 +85,17 @@ class ChatForm:
         model = self._service.settings.model_name
         return Chunk(id=self._id, created=self._created, model=model, choices=choices, usage=usage)
 
-    def _prompt_logprobs(self, generation: Generation) -> list[dict[str, PromptLogprob] | None] | UnsetType:
+    async def _prompt_logprobs(self, generation: Generation) -> list[dict[str, PromptLogprob] | None] | UnsetType:
         if not self._wants_prompt_logprobs:
             return UNSET
         token_ids, entries = generation.prompts[0][1:], generation.prompt_logprobs[0]
-        return prompt_logprobs(token_ids, entries, self._service.chat_format)
+        return await self._service.in_thread(prompt_logprobs, token_ids, entries, self._service.chat_format)
 
 
 def prompt_logprobs(
     token_ids: Sequence[int], entries: Sequence[TokenLogprobs], chat_format: ChatFormat
 ) -> list[dict[str, PromptLogprob] | None]:
-    """One object per token of the prompt, by token id; null for the first token, which nothing predicts.
+    """One object per token of the prompt, by token id; null for the first token, which nothing predicts. Runs in a thread.
 
     Args:
         token_ids: the prompt without its first token.

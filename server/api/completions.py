@@ -82,13 +82,14 @@ class CompletionForm:
             for chunk in await generation.next():
                 if not begun[chunk.index]:
                     begun[chunk.index] = True
-                    pieces.append(self._echo(generation, chunk.index))
+                    pieces.append(await self._service.in_thread(self._echo, generation, chunk.index))
                 piece = self._texts[chunk.index].push(chunk)
                 if piece is not None:
                     pieces.append(piece)
             yield pieces
 
     def _echo(self, generation: Generation, index: int) -> CompletionChoice:
+        """The piece with the prompt. Runs in a thread."""
         number = index // self._plan.num_choices
         token_ids, chat_format = generation.prompts[number], self._service.chat_format
         detokenizer = chat_format.detokenizer(SpecialTokens.ALL)
