@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 PREFIX = "M3_"
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -153,6 +153,18 @@ class Settings(BaseSettings):
     log_level: LogLevel = Field(LogLevel.INFO, description="verbosity of the log")
     log_format: LogFormat = Field(LogFormat.TEXT, description="text, or json with one object per line")
     log_content: bool = Field(False, description="let the log show what clients send")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is given: `load_settings` reads the environment itself, to name every mistake in it."""
+        return (init_settings,)
 
     @property
     def model_name(self) -> str:

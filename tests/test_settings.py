@@ -16,6 +16,13 @@ def test_flags_win_over_the_environment():
     assert load_settings({"max_num_seqs": "3"}, {"M3_MODEL": "m", "M3_MAX_NUM_SEQS": "8"}).max_num_seqs == 3
 
 
+def test_only_the_given_environment_is_read(monkeypatch):
+    monkeypatch.setenv("M3_MAX_NUM_SEQS", "3")
+    assert load_settings(environ={"M3_MODEL": "m"}) == Settings(model=Path("m"))
+    assert load_settings(environ={"M3_MODEL": "m"}).max_num_seqs == 64
+    assert load_settings({"model": "m"}).max_num_seqs == 3
+
+
 def test_misspelt_variable_names_the_nearest_setting():
     with pytest.raises(SettingsError, match=r"M3_MAX_NUM_SEQ: no such setting; did you mean M3_MAX_NUM_SEQS\?"):
         load_settings(environ={"M3_MODEL": "m", "M3_MAX_NUM_SEQ": "8"})
