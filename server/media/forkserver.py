@@ -3,7 +3,7 @@
 It pays once for what every worker needs (torch's resize kernel alone takes 1.4 s and 200 MB to import); a worker is then a
 fork, ready within milliseconds, and shares all of that memory until it writes to it. It reads no byte of a client: a request
 is one message that carries the worker's end of a socket pair, the answer is the worker's process id and a descriptor of the
-process. It leaves when its own socket closes, and the kernel ends its workers with it.
+process, or that there can be none. It leaves when its own socket closes, and the kernel ends its workers with it.
 """
 
 import array
@@ -14,7 +14,8 @@ import socket
 import sys
 from collections.abc import Callable
 
-FORKED = b"+"
+READY = b"+"
+REFUSED = b"-"
 MESSAGE_BYTES = 64
 _PR_SET_PDEATHSIG = 1
 
@@ -32,13 +33,19 @@ def serve(worker_main: Callable[[socket.socket, int], None]) -> None:
     gc.collect()
     gc.freeze()  # a collection in a worker would write to, and so copy, every page that holds an object
     requests = socket.socket(fileno=0)
-    requests.send(FORKED)
+    requests.send(READY)
     while True:
         message, fds, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 1)
         if not message:
             return
         our_pid = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            # No process or memory to be had at the moment. This process must not end of it: its workers would, too.
+            os.close(fds[0])
+            requests.send(REFUSED)
+            continue
         if pid == 0:
             _become_worker(worker_main, socket.socket(fileno=fds[0]), our_pid)
         os.close(fds[0])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import server
-from server.media.forkserver import MESSAGE_BYTES
+from server.media.forkserver import MESSAGE_BYTES, REFUSED
 
 COMMAND = (sys.executable, "-m", "server.media.forkserver")
 
@@ -76,8 +76,8 @@ class Spawner:
         """A new worker; starts the fork server first when none is running.
 
         Raises:
-            OSError: no process could be made.
-            WorkerDiedError: the fork server ended, or the worker did before it could be watched.
+            OSError: no fork server could be made.
+            WorkerDiedError: the fork server ended, there can be no worker, or it ended before it could be watched.
         """
         async with self._turn:
             if self._process is not None and self._process.poll() is not None:
@@ -90,7 +90,7 @@ class Spawner:
                 await self._stop()  # whether it still owes an answer is unknown
                 raise
         if fork is None:
-            raise WorkerDiedError("the worker ended at once")
+            raise WorkerDiedError("the worker could not be forked, or ended at once")
         return fork
 
     async def close(self) -> None:
@@ -119,7 +119,7 @@ class Spawner:
             await asyncio.shield(asyncio.to_thread(process.wait))
 
     async def _request(self) -> Fork | None:
-        """A worker; None when it ended before its descriptor could be made."""
+        """A worker; None when it could not be made, or ended before its descriptor could be."""
         requests = self._requests
         assert requests is not None
         ours, theirs = socket.socketpair()
@@ -127,12 +127,11 @@ class Spawner:
             with theirs:
                 socket.send_fds(requests, [b"fork"], [theirs.fileno()])
             message, fds = await _read(requests, lambda: socket.recv_fds(requests, MESSAGE_BYTES, 1)[:2])
-            pid = int(_checked(message))
-            if not fds:
+            if _checked(message) == REFUSED or not fds:
                 ours.close()
                 return None
             ours.setblocking(False)
-            return Fork(pid, fds[0], ours)
+            return Fork(int(message), fds[0], ours)
         except BaseException as error:
             ours.close()
             if isinstance(error, ConnectionError):

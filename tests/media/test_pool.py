@@ -352,6 +352,39 @@ def test_jobs_do_not_wait_for_workers_that_cannot_be_replaced(tmp_path, monkeypa
     run(main())
 
 
+def test_a_worker_that_cannot_be_forked_does_not_take_the_others_with_it(tmp_path):
+    refuse_second = """
+import os
+from server.media import forkserver
+fork, num_calls = os.fork, 0
+
+def scarce():
+    global num_calls
+    num_calls += 1
+    if num_calls == 2:
+        raise BlockingIOError
+    return fork()
+
+os.fork = scarce
+forkserver.main()
+"""
+
+    async def main():
+        own = Spawner((sys.executable, "-c", refuse_second))
+        async with running(tmp_path, own) as (pool, _):
+            pids, fork_server = pool.pids, own.pid
+            with pytest.raises(WorkerDiedError, match="could not be forked"):
+                await own.fork()
+            later = await own.fork()
+            later.connection.close()
+            os.close(later.pidfd)
+            assert isinstance(await submit(pool, PLAN, PICTURE).outcome(), ImagePlan)
+            assert (pool.pids, own.pid) == (pids, fork_server)
+        await own.close()
+
+    run(main())
+
+
 def test_workers_die_with_their_parent(tmp_path):
     script = """
 import asyncio, os, pathlib, signal, sys
