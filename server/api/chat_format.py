@@ -13,18 +13,7 @@ import msgspec
 
 from server.api.added_tokens import AddedToken
 from server.api.checkpoint import CheckpointError, get_int, get_object, read_json
-from server.api.conversation import (
-    ContentPart,
-    JsonObject,
-    JsonValue,
-    MediaPart,
-    NumberedMedia,
-    Role,
-    TemplateMessage,
-    TextPart,
-    ToolCall,
-    arrange,
-)
+from server.api.conversation import JsonObject, NumberedMedia, TemplateMessage, arrange
 from server.api.detokenizer import Detokenizer
 from server.api.generation_config import GenerationDefaults
 from server.api.prompt import EncodedPrompt, ExpandedPrompt, MediaExpander, MediaLayout, Tail
@@ -37,21 +26,6 @@ from server.api.tool_markup import NAMESPACE
 from server.errors import BadRequestError, ContextLengthError, M3Error
 from server.messages import MediaKind, ThinkingTokens
 from server.settings import ThinkingMode
-
-__all__ = [
-    "ChatFormat",
-    "ContentPart",
-    "EncodedPrompt",
-    "ExpandedPrompt",
-    "JsonObject",
-    "JsonValue",
-    "MediaLayout",
-    "MediaPart",
-    "Role",
-    "TemplateMessage",
-    "TextPart",
-    "ToolCall",
-]
 
 # Clips too stand between the marks for images; the pair for videos exists but is not what the model was trained with.
 MEDIA_START, MEDIA_END = "]<]start of image[>[", "]<]end of image[>["
@@ -176,10 +150,6 @@ class ChatFormat:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, also where they are a part of a character; b"" for ids without a token."""
         return self._tokenizer.token_bytes(token_id)
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether clients never see the token."""
-        return self._tokenizer.is_special(token_id)
 
     def thinking(self, mode: ThinkingMode) -> ThinkingTokens | None:
         """What comes before the text of an answer whose prompt was rendered in `mode`; None for nothing."""

@@ -7,11 +7,11 @@ from typing import Final
 
 import msgspec
 
-from server.api.chat_format import EncodedPrompt
 from server.api.choice import ReplyRules
 from server.api.completions_schema import MAX_SEQUENCES, CompletionBody
 from server.api.output_format import requested_format
 from server.api.prepare import Checker, Prepared, fit
+from server.api.prompt import EncodedPrompt
 from server.api.sampling import check_model, make_sampling, stop_strings
 from server.api.validate import make_call
 from server.errors import BadRequestError, ContextLengthError

@@ -10,7 +10,6 @@ import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from server.api.chat_format import EncodedPrompt, MediaLayout
 from server.api.completions_schema import MAX_PROMPT_TOKENS
 from server.api.content import convert
 from server.api.disconnect import ClientGoneError, unless_client_gone
@@ -18,6 +17,7 @@ from server.api.exchange import CLIENT_GONE, body_of
 from server.api.middleware import request_id
 from server.api.prepare import Checker
 from server.api.problems import from_bug
+from server.api.prompt import EncodedPrompt, MediaLayout
 from server.api.schema import ChatBody
 from server.api.service import Service
 from server.api.validate import make_chat_call

@@ -12,9 +12,9 @@ from typing import Final
 
 import msgspec
 
-from server.api.chat_format import MediaLayout
 from server.api.choice import ChoiceAssembler
 from server.api.prepare import Prepared, fit
+from server.api.prompt import MediaLayout
 from server.api.request_stream import RequestStream
 from server.api.service import Service
 from server.api.validate import Call

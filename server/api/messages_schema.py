@@ -149,7 +149,6 @@ AssistantBlock = Annotated[
     | Annotated[ToolUseBlock, Tag("<tool_use>")],
     _tag_among("text", "thinking", "redacted_thinking", "tool_use"),
 ]
-SystemBlock = Annotated[Annotated[TextBlock, Tag("<text>")], _tag_among("text")]
 Blocks = Field(min_length=1, max_length=MAX_BLOCKS)
 
 

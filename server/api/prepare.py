@@ -8,9 +8,10 @@ from typing import TypeVar
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from server.api.chat_format import ChatFormat, EncodedPrompt
+from server.api.chat_format import ChatFormat
 from server.api.content import Conversation, MediaLimits, convert
 from server.api.problems import from_validation
+from server.api.prompt import EncodedPrompt
 from server.api.sampling import Limits
 from server.api.schema import ChatBody
 from server.api.validate import Call, ChatCall, make_chat_call

@@ -28,11 +28,6 @@ class ReplyParser:
         return self._splitter.in_reasoning and not self._is_past_reasoning
 
     @property
-    def num_calls(self) -> int:
-        """Calls begun so far."""
-        return 0 if self._tools is None else self._tools.num_calls
-
-    @property
     def is_done(self) -> bool:
         """Whether all calls that were asked for are whole; nothing that comes later is part of the answer."""
         return self._tools is not None and self._tools.is_done

@@ -7,12 +7,13 @@ from fastapi import APIRouter, Request
 from pydantic import Discriminator, Field, RootModel, Tag
 from starlette.responses import Response
 
-from server.api.chat_format import ChatFormat, EncodedPrompt
+from server.api.chat_format import ChatFormat
 from server.api.completions_schema import MAX_PROMPT_TOKENS
 from server.api.completions_text import spelled
 from server.api.encode import ShownPrompt, admitted, chat_prompt, expanded_ids
 from server.api.openapi import json_body
 from server.api.prepare import Checker, parse
+from server.api.prompt import EncodedPrompt
 from server.api.sampling import check_model
 from server.api.sampling_schema import Body
 from server.api.schema import ChatBody

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from server.api.chat_format import ChatFormat, MediaPart, Role, TemplateMessage, TextPart, ToolCall
+from server.api.chat_format import ChatFormat
+from server.api.conversation import MediaPart, Role, TemplateMessage, TextPart, ToolCall
 
 TINY = Path(__file__).parents[2] / "server" / "model" / "tiny"
 FORMAT = ChatFormat.load(TINY)

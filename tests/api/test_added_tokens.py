@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.api.added_tokens import WINDOW, AddedToken, AddedTokens
-from server.api.chat_format import MediaPart, Role, TemplateMessage, TextPart, ToolCall
+from server.api.conversation import MediaPart, Role, TemplateMessage, TextPart, ToolCall
 from server.messages import MediaKind
 from server.settings import ThinkingMode
 from tests.api.conversations import ADDED, FORMAT, added_ids, assistant, raw_text, tool, user

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from server.api.chat_format import ChatFormat, JsonObject, Role, TemplateMessage, TextPart, ToolCall
+from server.api.chat_format import ChatFormat
 from server.api.checkpoint import CheckpointError
+from server.api.conversation import JsonObject, Role, TemplateMessage, TextPart, ToolCall
+from server.api.tokenizer import SpecialTokens
 from server.errors import BadRequestError, ContextLengthError
 from server.settings import ThinkingMode
 from tests.api.conversations import ADDED, FORMAT, assistant, copy_tiny, naive_ids, raw_text, tool, user
@@ -143,8 +145,8 @@ def test_threads_get_the_same_ids() -> None:
 def test_facts_of_the_checkpoint() -> None:
     assert FORMAT.eos_token_ids == (ADDED["[e~["],)
     assert FORMAT.vocab_size == max(ADDED.values()) + 1
-    assert FORMAT.is_special(ADDED["[e~["])
-    assert not FORMAT.is_special(ADDED[NS])
+    assert not FORMAT.is_shown(ADDED["[e~["], SpecialTokens.HIDDEN)
+    assert FORMAT.is_shown(ADDED[NS], SpecialTokens.HIDDEN)
     assert FORMAT.token_bytes(FORMAT.vocab_size) == b""
     assert (FORMAT.defaults.temperature, FORMAT.defaults.top_p, FORMAT.defaults.top_k) == (1.0, 0.95, 0)
 

@@ -2,7 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from server.api.chat_format import ChatFormat, MediaLayout, MediaPart, TextPart, ToolCall
+from server.api.chat_format import ChatFormat
+from server.api.conversation import MediaPart, TextPart, ToolCall
+from server.api.prompt import MediaLayout
 from server.errors import M3Error
 from server.messages import MediaKind, TokenRange
 from server.settings import ThinkingMode

@@ -72,7 +72,6 @@ def test_a_block_ends_the_reasoning_for_the_count_too():
     assert parser.in_reasoning
     parser.push(f"{NS}<tool_call>")
     assert not parser.in_reasoning
-    assert parser.num_calls == 0
 
 
 def test_without_tools_markup_is_text():
@@ -83,8 +82,8 @@ def test_without_tools_markup_is_text():
 
 def test_the_reply_is_done_with_its_last_wanted_call():
     parser = ReplyParser(ENABLED, ToolCallParser(SCHEMAS, max_calls=1))
-    parser.push(f'</mm:think>{NS}<invoke name="now">')
+    events = parser.push(f'</mm:think>{NS}<invoke name="now">')
     assert not parser.is_done
-    parser.push(f"{NS}</invoke>")
+    events += parser.push(f"{NS}</invoke>")
     assert parser.is_done
-    assert parser.num_calls == 1
+    assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["now"]
