@@ -3,7 +3,6 @@ import contextlib
 import json
 import random
 import socket
-import threading
 import time
 
 import pytest
@@ -12,6 +11,7 @@ from server.api import generate
 from server.api.disconnect import ClientGoneError, unless_client_gone
 from server.messages import FailureKind
 from tests.api.scripted import CHAT, LiveServer, Say, ScriptedEngine, ScriptedMedia, chat
+from tests.e2e.server_process import wait_until
 
 DEADLINE_S = 10
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
@@ -35,13 +35,6 @@ def read_until(connection, text):
     return received
 
 
-def wait_until(condition):
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        threading.Event().wait(0.01)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("text", ["", "some tokens"], ids=["mid-prefill", "mid-decode"])
 def test_a_client_that_leaves_ends_the_engines_work_within_a_second(stream, text):
@@ -51,13 +44,13 @@ def test_a_client_that_leaves_ends_the_engines_work_within_a_second(stream, text
         connection = send(server, body)
         if stream:
             read_until(connection, b"tokens" if text else b"assistant")
-        wait_until(lambda: len(engine.submitted) == 2)
+        wait_until(lambda: len(engine.submitted) == 2, DEADLINE_S)
         left_s = time.monotonic()
         connection.close()
-        wait_until(lambda: engine.num_open == 0)
+        wait_until(lambda: engine.num_open == 0, DEADLINE_S)
         assert time.monotonic() - left_s < 1
         assert sorted(engine.aborted) == sorted(submit.request_id for submit in engine.submitted)
-        wait_until(lambda: media.num_leases == 0)
+        wait_until(lambda: media.num_leases == 0, DEADLINE_S)
 
 
 def test_a_client_that_leaves_while_its_pictures_are_decoded_never_reaches_the_engine():
@@ -86,7 +79,7 @@ def test_a_body_that_is_sent_too_slowly_is_a_408_and_gives_its_place_back():
             connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{{".encode())
             answer = read_until(connection, b"request_timeout")
         assert b"408" in answer.splitlines()[0]
-        wait_until(lambda: server.num_requests == 0)
+        wait_until(lambda: server.num_requests == 0, DEADLINE_S)
 
 
 def test_clients_that_leave_at_any_moment_leave_nothing_behind():
@@ -102,7 +95,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind():
                 connection.settimeout(rng.choice([0.001, 0.01, 0.05]))
                 with contextlib.suppress(TimeoutError):
                     connection.recv(rng.choice([1, 65536]))
-        wait_until(lambda: server.num_requests == 0)
+        wait_until(lambda: server.num_requests == 0, DEADLINE_S)
         assert engine.num_open == 0
         assert media.num_leases == 0
 

@@ -99,7 +99,7 @@ def test_a_grammar_is_compiled_once_however_many_ask(scripted, log):
 @pytest.mark.parametrize(("text", "said"), [("hang", TOO_SLOW), ("die", TOO_COMPLEX)])
 def test_a_grammar_that_brings_the_worker_down_is_refused_and_the_next_one_is_fine(scripted, text, said):
     async def scenario():
-        async with checker_with(command=scripted, timeout_s=0.5) as checker:
+        async with checker_with(command=scripted, timeout_s=2) as checker:
             assert await fault_of(checker, GOOD) is None
             faults = await asyncio.gather(fault_of(checker, Grammar(GrammarKind.LARK, text)), fault_of(checker, BAD))
             assert faults[0] == said

@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import ServerProcess, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -91,6 +91,14 @@ def test_keys_guard_everything_but_health_and_logs_are_json(server):
     assert httpx.get(server.url + "/v1/models").status_code == 401
     assert httpx.get(server.url + "/metrics").status_code == 401
     assert httpx.get(server.url + "/health").status_code == 200
-    lines = [json.loads(line) for line in server.lines if line.startswith("{")]
-    assert {line.get("status") for line in lines if line["message"] == "request"} >= {200, 400}
+    url, headers = server.url + "/v1/chat/completions", {"x-api-key": "right"}
+    for max_tokens, status in ((1, 200), (0, 400)):
+        body = {"messages": HELLO, "max_tokens": max_tokens}
+        assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == status
+
+    def statuses():
+        lines = [json.loads(line) for line in list(server.lines) if line.startswith("{")]
+        return {line.get("status") for line in lines if line["message"] == "request"}
+
+    wait_until(lambda: statuses() >= {200, 400, 401}, 10)
     assert "Weather in Oslo?" not in server.log
