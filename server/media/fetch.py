@@ -55,6 +55,7 @@ class Fetcher:
         self._config = config
         self._resolve = resolver
         self._turns = asyncio.Semaphore(config.max_concurrent)
+        self._sending_turns = asyncio.Semaphore(config.max_concurrent)  # also for what was abandoned
         # No proxies or netrc from the environment, and no cookies that one client could leave for another.
         self._client = httpx.AsyncClient(
             trust_env=False,
@@ -142,9 +143,12 @@ class Fetcher:
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
         """The head of the answer. Not cancelled with the caller: httpcore leaves its socket open when it is cancelled in the
-        middle of a TLS handshake. What was abandoned ends by its own time limits and is closed.
+        middle of a TLS handshake. What was abandoned ends by its own time limits and is closed; until then it keeps its turn,
+        so that clients who ask and leave cannot pile up connections.
         """
+        await self._sending_turns.acquire()
         sending = asyncio.create_task(self._client.send(request, stream=True))
+        sending.add_done_callback(lambda _: self._sending_turns.release())
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
         try:

@@ -331,6 +331,32 @@ def test_a_client_that_leaves_during_a_stuck_handshake_leaves_no_connection_behi
     run(main())
 
 
+def test_clients_who_ask_and_leave_do_not_pile_up_connections(monkeypatch):
+    async def main():
+        num_sent, hangs_up = 0, asyncio.Event()
+
+        async def silent(request, **options):
+            nonlocal num_sent
+            num_sent += 1
+            await hangs_up.wait()
+            raise httpx.ReadError("closed")
+
+        async def resolver(host, port):
+            return [host]
+
+        async with fetching(resolver, max_concurrent=2) as fetcher:
+            monkeypatch.setattr(fetcher._client, "send", silent)
+            for _ in range(8):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(fetcher.fetch("http://127.0.0.1/", max_bytes=9), 0.05)
+            assert num_sent == 2
+            hangs_up.set()
+            await refused(fetcher, "http://127.0.0.1/", "cannot be fetched")
+            assert num_sent == 3
+
+    run(main())
+
+
 def test_the_next_address_is_tried_when_one_does_not_answer():
     async def main():
         async with web(lambda path: answer()) as (port, _):
