@@ -114,6 +114,7 @@ class Generation:
             for _ in range(call.num_choices):
                 self._submit(prompt, items, sampling, call)
             items = ()
+        self._drop_media()  # the engine's from here on: what the client does with the answer cannot keep them
         return prepared
 
     async def next(self) -> list[ChunkChoice]:
@@ -164,9 +165,7 @@ class Generation:
             task.cancel()
         self._pending.clear()
         self._unqueue()
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.drop()
+        self._drop_media()
 
     def elapsed_s(self) -> float:
         """Time since the request arrived."""
@@ -212,6 +211,11 @@ class Generation:
                 raise
         self._streams.append(stream)
         self._choices.append(ChoiceAssembler(index, self._service.chat_format, call.rules))
+
+    def _drop_media(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.drop()
 
     def _queue(self, num_tokens: int) -> None:
         self._service.queue(num_tokens)

@@ -4,23 +4,24 @@ import socket
 
 import httpx
 
-from tests.api.scripted import CHAT, LiveServer, Say, ScriptedEngine, chat
+from tests.api.scripted import CHAT, LiveServer, Say, ScriptedEngine, ScriptedMedia, chat
 from tests.e2e.server_process import wait_until
 
 BUFFER_BYTES = 4096
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
 BODY = b'{"messages": [{"role": "user", "content": "hi"}], "stream": true}'
+PICTURE_BODY = BODY.replace(b'"hi"', b'[{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}]')
 WORDS = "word " * 20_000
 
 
 class Sloth:
     """A client that asks for a stream and reads nothing until it is told to."""
 
-    def __init__(self, server):
+    def __init__(self, server, body=BODY):
         self.socket = socket.socket()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         self.socket.connect(("127.0.0.1", server.port))
-        self.socket.sendall(HEAD % (len(BODY), BODY))
+        self.socket.sendall(HEAD % (len(body), body))
 
     def __enter__(self):
         return self
@@ -38,8 +39,8 @@ class Sloth:
         return "".join(delta.get("content", "") for delta in deltas), len(deltas)
 
 
-def serve(*scripts, **settings):
-    server = LiveServer(ScriptedEngine(*scripts), **settings)
+def serve(*scripts, media=None, **settings):
+    server = LiveServer(ScriptedEngine(*scripts), media, **settings)
     server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     return server
 
@@ -54,6 +55,16 @@ def test_a_client_that_does_not_read_stalls_neither_the_engine_nor_others():
         content, num_events = sloth.read_all()
     assert content == WORDS
     assert num_events < 10_000  # what was not read in time was merged
+
+
+def test_a_client_that_does_not_read_keeps_no_pictures_in_memory():
+    media = ScriptedMedia()
+    with serve(Say(WORDS), media=media) as server, Sloth(server, PICTURE_BODY) as sloth:
+        wait_until(lambda: server.engine.submitted, 20)
+        wait_until(lambda: server.engine.num_open == 0, 20)
+        assert server.num_requests == 1  # the stream is still open
+        assert media.num_leases == 0
+        sloth.read_all()
 
 
 def test_a_client_that_never_reads_is_given_up():
