@@ -9,10 +9,10 @@ import time
 from collections.abc import MutableMapping
 from typing import Any, Final
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.auth import OPEN_PATHS
-from server.api.middleware import request_id
+from server.api.middleware import WatchedSend, request_id
 from server.logs import FIELDS
 
 logger = logging.getLogger(__name__)
@@ -60,23 +60,16 @@ class AccessLogMiddleware:
             await self.app(scope, receive, send)
             return
         start_s = time.monotonic()
-        status: int | None = None
-
-        async def watched_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        watched = WatchedSend(send)
         try:
-            await self.app(scope, receive, watched_send)
+            await self.app(scope, receive, watched)
         finally:
             noted = {name: value for name, value in dataclasses.asdict(note_of(scope)).items() if value is not None}
             fields = {
                 "request_id": request_id(scope),
                 "method": scope["method"],
                 "path": scope["path"],
-                "status": status,
+                "status": watched.status,
                 "duration_s": round(time.monotonic() - start_s, 4),
                 **noted,
             }

@@ -24,6 +24,24 @@ def request_id(scope: MutableMapping[str, Any]) -> str:
     return value
 
 
+class WatchedSend:
+    """Passes an answer's messages on.
+
+    Attributes:
+        status: of the answer; None before it has begun.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self.status: int | None = None
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        """Pass one message on."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+
 class RequestIdMiddleware:
     """Takes the client's `x-request-id`, or makes one, and sends it back."""
 

@@ -141,18 +141,28 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None
 
 
-class Created(msgspec.Struct, frozen=True, tag_field="type", tag="response.created"):
+class _ResponseEvent(msgspec.Struct, frozen=True):
+    """The response as it is now. Events are numbered from 0."""
+
+    sequence_number: int
+    response: Response
+
+
+class _PartEvent(msgspec.Struct, frozen=True):
+    """What happens to a part; its item is number `output_index` of the response, and has one part."""
+
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+
+
+class Created(_ResponseEvent, frozen=True, tag_field="type", tag="response.created"):
     """The first event."""
 
-    sequence_number: int
-    response: Response
 
-
-class InProgress(msgspec.Struct, frozen=True, tag_field="type", tag="response.in_progress"):
+class InProgress(_ResponseEvent, frozen=True, tag_field="type", tag="response.in_progress"):
     """The work has begun."""
-
-    sequence_number: int
-    response: Response
 
 
 class ItemAdded(msgspec.Struct, frozen=True, tag_field="type", tag="response.output_item.added"):
@@ -163,55 +173,35 @@ class ItemAdded(msgspec.Struct, frozen=True, tag_field="type", tag="response.out
     item: OutputItem
 
 
-class PartAdded(msgspec.Struct, frozen=True, tag_field="type", tag="response.content_part.added"):
-    """A part of an item begins, empty. Items have one part."""
+class PartAdded(_PartEvent, frozen=True, tag_field="type", tag="response.content_part.added"):
+    """A part of an item begins, empty."""
 
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
     part: OutputText | ReasoningText
 
 
-class TextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="response.output_text.delta"):
+class TextDelta(_PartEvent, frozen=True, tag_field="type", tag="response.output_text.delta"):
     """More text."""
 
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
     delta: str
     logprobs: tuple[TokenLogprob, ...]
 
 
-class TextDone(msgspec.Struct, frozen=True, tag_field="type", tag="response.output_text.done"):
+class TextDone(_PartEvent, frozen=True, tag_field="type", tag="response.output_text.done"):
     """The text is whole."""
 
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
     text: str
     logprobs: tuple[TokenLogprob, ...]
 
 
-class ReasoningDelta(msgspec.Struct, frozen=True, tag_field="type", tag="response.reasoning_text.delta"):
+class ReasoningDelta(_PartEvent, frozen=True, tag_field="type", tag="response.reasoning_text.delta"):
     """More reasoning."""
 
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
     delta: str
 
 
-class ReasoningDone(msgspec.Struct, frozen=True, tag_field="type", tag="response.reasoning_text.done"):
+class ReasoningDone(_PartEvent, frozen=True, tag_field="type", tag="response.reasoning_text.done"):
     """The reasoning is whole."""
 
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
     text: str
 
 
@@ -234,13 +224,9 @@ class ArgumentsDone(msgspec.Struct, frozen=True, tag_field="type", tag="response
     arguments: str
 
 
-class PartDone(msgspec.Struct, frozen=True, tag_field="type", tag="response.content_part.done"):
+class PartDone(_PartEvent, frozen=True, tag_field="type", tag="response.content_part.done"):
     """A part is whole."""
 
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
     part: OutputText | ReasoningText
 
 
@@ -252,25 +238,16 @@ class ItemDone(msgspec.Struct, frozen=True, tag_field="type", tag="response.outp
     item: OutputItem
 
 
-class Completed(msgspec.Struct, frozen=True, tag_field="type", tag="response.completed"):
+class Completed(_ResponseEvent, frozen=True, tag_field="type", tag="response.completed"):
     """The last event of a whole response."""
 
-    sequence_number: int
-    response: Response
 
-
-class Incomplete(msgspec.Struct, frozen=True, tag_field="type", tag="response.incomplete"):
+class Incomplete(_ResponseEvent, frozen=True, tag_field="type", tag="response.incomplete"):
     """The last event of a response that the token limit cut off."""
 
-    sequence_number: int
-    response: Response
 
-
-class Failed(msgspec.Struct, frozen=True, tag_field="type", tag="response.failed"):
+class Failed(_ResponseEvent, frozen=True, tag_field="type", tag="response.failed"):
     """The response failed."""
-
-    sequence_number: int
-    response: Response
 
 
 class ErrorEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error"):

@@ -9,10 +9,10 @@ from typing import Final
 from opentelemetry import propagate
 from opentelemetry.trace import SpanKind, StatusCode, Tracer
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.access_log import QUIET_PATHS, note_of
-from server.api.middleware import request_id
+from server.api.middleware import WatchedSend, request_id
 
 FIRST_SERVER_ERROR: Final = 500
 
@@ -29,21 +29,14 @@ class TracingMiddleware:
         if scope["type"] != "http" or scope["path"] in QUIET_PATHS:
             await self.app(scope, receive, send)
             return
-        status: int | None = None
-
-        async def watched_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        watched = WatchedSend(send)
         parent = propagate.extract(dict(Headers(scope=scope).items()))
         span = self.tracer.start_span(f"{scope['method']} {scope['path']}", parent, SpanKind.SERVER)
         try:
-            await self.app(scope, receive, watched_send)
+            await self.app(scope, receive, watched)
         finally:
             note = note_of(scope)
-            ended = status if note.status is None else note.status  # a stream's own end, where there was one
+            ended = watched.status if note.status is None else note.status  # a stream's own end, where there was one
             attributes = {
                 "http.request.method": scope["method"],
                 "url.path": scope["path"],
