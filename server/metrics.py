@@ -122,8 +122,8 @@ class Metrics:
             "m3_requests", "Requests for an answer by status; 499 is a client that left.", ["status"], registry=self.registry
         )
         self._choices = Counter("m3_choices", "Finished choices by reason.", ["finish_reason"], registry=self.registry)
-        self._media_items = Counter("m3_media_items", "Pictures decoded.", registry=self.registry)
-        self._media_errors = Counter("m3_media_errors", "Requests refused for a picture.", registry=self.registry)
+        self._media_items = Counter("m3_media_items", "Pictures and clips decoded.", registry=self.registry)
+        self._media_errors = Counter("m3_media_errors", "Requests refused for a picture or clip.", registry=self.registry)
         self._first_token = self._histogram("m3_time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BUCKETS_S)
         self._inter_token = self._histogram("m3_inter_token_seconds", "Between tokens of a choice.", INTER_TOKEN_BUCKETS_S)
         self._duration = self._histogram("m3_request_seconds", "Arrival to end of a request.", REQUEST_BUCKETS_S)
@@ -150,7 +150,7 @@ class Metrics:
             self._inter_token.observe(delay_s / num_tokens)
 
     def media_loaded(self, num_items: int) -> None:
-        """Pictures lie decoded in the slab."""
+        """Pictures and clips lie decoded in the slab."""
         self._media_items.inc(num_items)
 
     def media_refused(self) -> None:
