@@ -25,7 +25,7 @@ stream of requests with earlier priorities can hold up a later one, which is wha
 import logging
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from server.kvcache.block_manager import BlockManager, InvariantError
 from server.kvcache.prefix import PrefixHasher
@@ -41,27 +41,12 @@ from server.messages import (
     Tokens,
 )
 from server.scheduler.config import SchedulerConfig
+from server.scheduler.draft import StepDraft
 from server.scheduler.plan import Chunk, NewSequence, SampledToken, StepPlan, StepResult
 from server.scheduler.sequence import Sequence
 from server.scheduler.slots import SlotTable
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step in the making."""
-
-    num_tokens_left: int
-    new_sequences: list[NewSequence] = field(default_factory=list)
-    decodes: list[Chunk] = field(default_factory=list)  # single-token chunks
-    prefills: list[Chunk] = field(default_factory=list)
-
-    def take(self, num_wanted: int, num_wanted_behind: int) -> int:
-        """Tokens for a prompt: what is left, but for what those behind it want, of which at most half is kept for them."""
-        num_tokens = min(num_wanted, self.num_tokens_left - min(num_wanted_behind, self.num_tokens_left // 2))
-        self.num_tokens_left -= num_tokens
-        return num_tokens
 
 
 @dataclass(slots=True)
@@ -155,23 +140,18 @@ class Scheduler:
 
         With no step in flight, None means that no sequence is open. O(running + admitted sequences).
         """
-        draft = _Draft(self.config.max_num_batched_tokens)
+        draft = StepDraft(self.config.max_num_batched_tokens)
         if self._plan_running(draft):
             self._admit(draft)
-        if not draft.decodes and not draft.prefills:
+        if draft.is_empty:
             self._check_when_idle()
             return None
-        plan = StepPlan(
-            step_id=self._num_steps_planned,
-            released_slots=self._slots.drain_released(),
-            new_sequences=tuple(draft.new_sequences),
-            chunks=(*draft.decodes, *draft.prefills),
-        )
+        plan = draft.finish(self._num_steps_planned, self._slots.drain_released())
         self._num_steps_planned += 1
         self._in_flight.append(plan)
         return plan
 
-    def _plan_running(self, draft: _Draft) -> bool:
+    def _plan_running(self, draft: StepDraft) -> bool:
         """Plan the running sequences in order; False when one has to pause, and nobody may overtake it."""
         running = list(self._running)
         wanted = [seq.num_uncomputed_tokens for seq in running]
@@ -219,7 +199,7 @@ class Scheduler:
         insort(self._waiting, seq)
         self._totals.preemptions += 1
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: StepDraft) -> None:
         """Give waiting sequences a slot, in order, until one does not fit."""
         while self._waiting and self._slots.num_free and draft.num_tokens_left:
             seq = self._waiting[0]
@@ -234,7 +214,7 @@ class Scheduler:
             self._waiting.pop(0)
             self._start(seq, prefix, draft)
 
-    def _start(self, seq: Sequence, prefix: list[int], draft: _Draft) -> None:
+    def _start(self, seq: Sequence, prefix: list[int], draft: StepDraft) -> None:
         """Move a sequence from waiting to running, with the pages of its prefix and a first chunk."""
         self._blocks.acquire(prefix)
         seq.page_ids = prefix
@@ -253,7 +233,7 @@ class Scheduler:
         num_tokens = draft.take(seq.num_uncomputed_tokens, self._num_tokens_awaiting_admission())
         self._advance(seq, num_tokens, 0, draft)
 
-    def _advance(self, seq: Sequence, num_tokens: int, num_known_pages: int, draft: _Draft) -> None:
+    def _advance(self, seq: Sequence, num_tokens: int, num_known_pages: int, draft: StepDraft) -> None:
         """Add a chunk to the plan; the runner knows the first `num_known_pages` of the page table."""
         assert seq.slot is not None
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
@@ -261,8 +241,7 @@ class Scheduler:
         if num_missing_pages:
             seq.page_ids += self._blocks.allocate(num_missing_pages)
         samples = end == seq.num_tokens
-        chunk = Chunk(seq.slot, start, num_tokens, tuple(seq.page_ids[num_known_pages:]), samples)
-        (draft.decodes if num_tokens == 1 else draft.prefills).append(chunk)
+        draft.add(Chunk(seq.slot, start, num_tokens, tuple(seq.page_ids[num_known_pages:]), samples))
         seq.num_computed_tokens = end
         seq.num_steps_in_flight += 1
         seq.num_tokens_in_flight += samples
