@@ -15,8 +15,6 @@ PATCH = 14
 MERGE = 2
 FACTOR = PATCH * MERGE
 TEMPORAL_PATCH = 2
-SEGMENT_MAX_PATCHES = 4
-"""Temporal patches that attend to one another in the vision tower (config key `vision_segment_max_frames`)."""
 
 MAX_ASPECT_RATIO = 200
 MIN_LONG_SIDE_CAP = 112
@@ -137,9 +135,3 @@ def num_tokens(grid_thw: tuple[int, int, int]) -> int:
     """Tokens in the language model: one for each 2x2 block of patches."""
     t, h, w = grid_thw
     return t * h * w // MERGE**2
-
-
-def segments(grid_thw: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:
-    """The grid cut along time into runs of at most four temporal patches, in order."""
-    t, h, w = grid_thw
-    return tuple((min(SEGMENT_MAX_PATCHES, t - start), h, w) for start in range(0, t, SEGMENT_MAX_PATCHES))

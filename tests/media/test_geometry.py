@@ -13,7 +13,6 @@ from server.media.geometry import (
     grid_of,
     long_side_rule,
     num_tokens,
-    segments,
     target_size,
 )
 
@@ -120,9 +119,3 @@ def test_a_clients_cap_counts_in_units_of_28(cap, expected):
 def test_a_cap_out_of_range_is_refused(cap):
     with pytest.raises(MediaError, match="between 112 and 3584"):
         long_side_rule(cap)
-
-
-def test_segments_hold_at_most_four_temporal_patches():
-    assert segments((1, 2, 2)) == ((1, 2, 2),)
-    assert segments((4, 2, 2)) == ((4, 2, 2),)
-    assert segments((9, 30, 54)) == ((4, 30, 54), (4, 30, 54), (1, 30, 54))
