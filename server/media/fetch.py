@@ -44,6 +44,23 @@ class _RefusedError(Exception):
     """The text for the client."""
 
 
+class ByteBudget:
+    """What the downloads of one request may have together; once it is overdrawn, each of them ends at its next bytes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes_left = num_bytes
+
+    def spend(self, num_bytes: int) -> None:
+        """Take what has arrived off the budget.
+
+        Raises:
+            MediaError: it does not cover that.
+        """
+        self._num_bytes_left -= num_bytes
+        if self._num_bytes_left < 0:
+            raise MediaError("The request's media exceed the limit of a request's bytes together.")
+
+
 class Fetcher:
     """Downloads media; one per pipeline.
 
@@ -73,23 +90,26 @@ class Fetcher:
         await asyncio.gather(*self._sending, return_exceptions=True)
         await self._client.aclose()
 
-    async def fetch(self, url: str, *, max_bytes: int, param: str | None = None) -> bytes:
-        """The bytes at an http, https or file address.
+    async def fetch(self, url: str, *, max_bytes: int, budget: ByteBudget | None = None, param: str | None = None) -> bytes:
+        """The bytes at an http, https or file address, at most `max_bytes` and what `budget` has left.
 
         Raises:
             MediaError: the address is not allowed, cannot be reached, does not answer with a file in time, or the file is too
                 large; `param` is set.
         """
         start_s = time.monotonic()
+        budget = budget or ByteBudget(max_bytes)
         self.num_fetches += 1
         data = b""
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 if url[:16].lstrip()[:5].lower() == "file:":
-                    data = await asyncio.to_thread(read_local, url.strip(), self._config.local_root, max_bytes)
+                    found = await asyncio.to_thread(read_local, url.strip(), self._config.local_root, max_bytes)
+                    budget.spend(len(found))
+                    data = found
                 else:
                     async with self._turns:
-                        data = await self._download(url.strip(), max_bytes)
+                        data = await self._download(url.strip(), max_bytes, budget)
         except MediaError as error:
             raise MediaError(error.message, param=param) from None
         except _RefusedError as error:
@@ -105,12 +125,12 @@ class Fetcher:
             raise MediaError("The media URL gave an empty file.", param=param)
         return data
 
-    async def _download(self, text: str, max_bytes: int) -> bytes:
+    async def _download(self, text: str, max_bytes: int, budget: ByteBudget) -> bytes:
         url = parse(text)
         for _ in range(MAX_REDIRECTS + 1):
             async with self._answer(url) as response:
                 if response.status_code not in _REDIRECTS:
-                    return await _body(response, max_bytes)
+                    return await _body(response, max_bytes, budget)
                 location = response.headers.get("location", "")
             url = parse(str(url.join(parse_reference(location))))
         raise _RefusedError(f"The media URL redirects more than {MAX_REDIRECTS} times.")
@@ -220,7 +240,7 @@ def parse_reference(location: str) -> str:
     return location
 
 
-async def _body(response: httpx.Response, max_bytes: int) -> bytes:
+async def _body(response: httpx.Response, max_bytes: int, budget: ByteBudget) -> bytes:
     if response.status_code != httpx.codes.OK:
         raise _RefusedError(f"The media URL answered with status {response.status_code}.")
     if response.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
@@ -234,6 +254,7 @@ async def _body(response: httpx.Response, max_bytes: int) -> bytes:
         data += piece
         if len(data) > max_bytes:
             raise too_large
+        budget.spend(len(piece))
     return bytes(data)
 
 

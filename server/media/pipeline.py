@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from server.errors import MediaError
 from server.media.config import MediaConfig
-from server.media.fetch import Fetcher
+from server.media.fetch import ByteBudget, Fetcher
 from server.media.pool import Job, PoolConfig, WorkerPool
 from server.media.protocol import FillClipTask, FillTask, PlanClipTask, PlanTask, Setup
 from server.media.slab import MediaSlab
@@ -192,11 +192,14 @@ class MediaPipeline:
         async def fetched(source: MediaSource) -> MediaSource:
             if source.url is None:
                 return source
-            data = await fetcher.fetch(source.url, max_bytes=self._max_bytes(source.kind), param=source.param)
+            max_bytes = self._max_bytes(source.kind)
+            data = await fetcher.fetch(source.url, max_bytes=max_bytes, budget=budget, param=source.param)
             return dataclasses.replace(source, data=data, url=None)
 
         if all(source.url is None for source in sources):
             return list(sources)
+        self._check_bytes([source for source in sources if source.url is None])
+        budget = ByteBudget(self._config.max_total_bytes - sum(len(source.data) for source in sources))
         downloads = [asyncio.create_task(fetched(source)) for source in sources]
         try:
             return [await download for download in downloads]

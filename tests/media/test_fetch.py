@@ -11,7 +11,7 @@ import pytest
 from server.errors import MediaError
 from server.media.addresses import is_public
 from server.media.config import FetchConfig
-from server.media.fetch import Fetcher, is_remote, resolve
+from server.media.fetch import ByteBudget, Fetcher, is_remote, resolve
 from tests.media.media_cards import run
 
 PUBLIC = "93.184.216.34"
@@ -403,6 +403,18 @@ def test_the_environment_and_other_clients_leave_no_trace(monkeypatch):
             for _ in range(2):
                 await fetcher.fetch(f"http://127.0.0.1:{port}/", max_bytes=100)
             assert not any("cookie" in line.lower() for request in requests for line in request)
+
+    run(main())
+
+
+def test_the_downloads_of_a_request_end_when_their_budget_is_spent():
+    async def main():
+        silent = [answer(b"x" * 60)[:-1], None]  # 59 of 60 bytes, then nothing
+        async with web(lambda path: silent if path == "/silent" else answer(b"y" * 50)) as (port, _), fetching() as fetcher:
+            budget = ByteBudget(100)
+            url = f"http://127.0.0.1:{port}/"
+            assert await fetcher.fetch(url, max_bytes=60, budget=budget) == b"y" * 50
+            await refused(fetcher, f"{url}silent", "bytes together", max_bytes=60, budget=budget)
 
     run(main())
 

@@ -404,6 +404,24 @@ def test_files_with_an_address_are_fetched_first(spawner, tmp_path):
     run(main())
 
 
+def test_fetched_files_and_given_ones_share_the_limit_of_a_request(spawner, tmp_path):
+    (tmp_path / "card.png").write_bytes(CARD)
+    here = MediaSource(MediaKind.IMAGE, param="here", url=f"file://{tmp_path}/card.png")
+
+    async def main():
+        limits = {"fetch": FetchConfig(local_root=tmp_path), "max_total_bytes": 2 * len(CARD)}
+        async with running(spawner, **limits) as pipeline:
+            assert len(await pipeline.plan([source(), here])) == 2
+            with pytest.raises(MediaError, match="bytes together") as caught:
+                await pipeline.plan([source(), source(), here])
+            assert caught.value.param == "here"
+            with pytest.raises(MediaError, match=f"the limit is {2 * len(CARD)}"):
+                await pipeline.plan([source(), source(), source(), here])
+            assert pipeline.stats().fetches_total == 2
+
+    run(main())
+
+
 def test_the_default_slab_holds_200_full_pictures_or_the_largest_clip():
     config = MediaConfig()
     assert 200 * 3 * IMAGE_AREA.max_pixels <= config.slab_bytes
