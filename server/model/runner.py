@@ -136,4 +136,4 @@ class ModelRunner:
             first_row += chunk.num_tokens
         if not rows:
             return None
-        return torch.cat(rows).to(self._pools.device), torch.cat(features)
+        return torch.cat(rows).to(self._pools.device, non_blocking=True), torch.cat(features)
