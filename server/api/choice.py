@@ -170,6 +170,7 @@ class ChoiceAssembler:
                 break
             match event:
                 case ReasoningDelta():
+                    self._forget(event.start + len(event.text))
                     self._writer.reasoning(event.text)
                 case ContentDelta():
                     self._match(event)
@@ -208,13 +209,17 @@ class ChoiceAssembler:
             num_left -= length
         self._writer.content(text, entries)
 
+    def _forget(self, end: int) -> None:
+        """Drop the tokens that begin in the raw text before `end`: a long reasoning's would take much memory."""
+        while self._pending and self._pending[0].start < end:
+            self._pending.popleft()
+
     def _released(self, begin: int, end: int) -> list[TokenLogprob]:
         """Entries of the tokens that begin in a piece of content that is being sent; those before it are no content."""
+        self._forget(begin)
         entries: list[TokenLogprob] = []
         while self._pending and self._pending[0].start < end:
-            token = self._pending.popleft()
-            if token.start >= begin:
-                entries.append(self._entry(token))
+            entries.append(self._entry(self._pending.popleft()))
         return entries
 
     def _entry(self, token: _PendingToken) -> TokenLogprob:

@@ -21,6 +21,7 @@ class ReplyParser:
         self._lexer = MarkupLexer()  # looks for a block inside the reasoning
         self._is_past_reasoning = False
         self._end = 0
+        self._reasoning_end = 0  # of what the lexer was given
 
     @property
     def in_reasoning(self) -> bool:
@@ -62,22 +63,23 @@ class ReplyParser:
 
     def _reason(self, text: str, start: int) -> list[ReplyEvent]:
         if self._tools is None:
-            return [ReasoningDelta(text)]
+            return [ReasoningDelta(start, text)]
         events: list[ReplyEvent] = []
+        self._reasoning_end = start + len(text)
         for piece in self._lexer.push(text, start):
             self._is_past_reasoning = self._is_past_reasoning or _begins_calls(piece)
             if self._is_past_reasoning:
                 events.extend(self._answer(piece.raw, piece.start))
             else:
-                events.append(ReasoningDelta(piece.raw))
+                events.append(ReasoningDelta(piece.start, piece.raw))
         return [*events, *self._end_reasoning()] if self._is_past_reasoning else events
 
     def _end_reasoning(self) -> list[ReplyEvent]:
         """Release what the search for a block held back."""
         was_past, self._is_past_reasoning = self._is_past_reasoning, True
         events: list[ReplyEvent] = []
-        for piece in self._lexer.flush(self._end):
-            events.extend(self._answer(piece.raw, piece.start) if was_past else [ReasoningDelta(piece.raw)])
+        for piece in self._lexer.flush(self._reasoning_end):
+            events.extend(self._answer(piece.raw, piece.start) if was_past else [ReasoningDelta(piece.start, piece.raw)])
         return events
 
     def _answer(self, text: str, start: int) -> list[ReplyEvent]:

@@ -4,18 +4,19 @@ import msgspec
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True):
-    """The next piece of the reasoning."""
-
-    text: str
-
-
-class ContentDelta(msgspec.Struct, frozen=True):
-    """The next piece of the content.
+    """The next piece of the reasoning.
 
     Attributes:
         start: place of the piece's first character in the reply's raw text; the piece is a verbatim part of that text.
         text: never empty.
     """
+
+    start: int
+    text: str
+
+
+class ContentDelta(msgspec.Struct, frozen=True):
+    """The next piece of the content; the attributes are those of a piece of the reasoning."""
 
     start: int
     text: str

@@ -6,6 +6,7 @@ from msgspec import UNSET
 
 from server.api.choice import ChoiceAssembler, ReplyRules
 from server.api.fold import Fold
+from server.api.tokenizer import SpecialTokens
 from server.messages import FinishReason, TokenLogprobs, Tokens
 from server.settings import ThinkingMode
 from tests.api.scripted import ids, tiny_format
@@ -71,7 +72,7 @@ def test_any_bytes_give_the_same_text_whatever_the_cuts(token_ids, seed):
     whole = answer([token_ids] if token_ids else [], with_logprobs=True)
     deltas, _ = assemble(partition(token_ids, seed), with_logprobs=True)
     assert fold(deltas)[0] == whole
-    shown = b"".join(tiny_format().token_bytes(i) for i in token_ids if not tiny_format().is_special(i))
+    shown = b"".join(tiny_format().token_bytes(i) for i in token_ids if tiny_format().is_shown(i, SpecialTokens.HIDDEN))
     assert shown.decode(errors="replace") == whole.message.content
     if whole.logprobs is not None:
         assert b"".join(bytes(entry.bytes) for entry in whole.logprobs.content) == shown
@@ -144,3 +145,13 @@ def test_choices_are_folded_apart():
     second, _ = assemble([ids("two")], index=1)
     mixed = [delta for pair in zip(second, first, strict=False) for delta in pair]
     assert [choice.message.content for choice in fold(mixed)] == ["one", "two"]
+
+
+def test_log_probabilities_of_reasoning_are_not_kept():
+    choice = ChoiceAssembler(0, tiny_format(), ReplyRules(thinking_mode=ThinkingMode.ENABLED))
+    thought = ids("why " * 1000)
+    choice.push(Tokens("r", thought, logprobs_of(thought, True)))
+    assert len(choice._pending) <= 1
+    rest = ids("</mm:think>yes")
+    entries = [entry for delta in choice.push(Tokens("r", rest, logprobs_of(rest, True))) for entry in delta.logprobs.content]
+    assert "".join(entry.token for entry in entries) == "yes"

@@ -23,7 +23,7 @@ def meaning(events):
     reasoning, content, calls = "", "", []
     for event in events:
         match event:
-            case ReasoningDelta(text):
+            case ReasoningDelta(_, text):
                 assert not content
                 assert not calls, "reasoning comes first"
                 reasoning += text
@@ -51,10 +51,10 @@ def test_a_reply_is_sorted_and_the_cuts_do_not_matter(reply):
 
 
 @pytest.mark.parametrize("reply", REASONED, ids=[reply.name for reply in REASONED])
-def test_a_content_delta_is_the_text_at_its_start(reply):
+def test_a_delta_of_text_is_the_text_at_its_start(reply):
     for pieces in ([reply.text], list(reply.text)):
         for event in parse(pieces, reply.mode):
-            if isinstance(event, ContentDelta):
+            if isinstance(event, ContentDelta | ReasoningDelta):
                 assert reply.text[event.start : event.start + len(event.text)] == event.text != ""
 
 
