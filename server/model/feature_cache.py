@@ -56,3 +56,9 @@ class FeatureCache:
         while self.num_bytes > self._capacity_bytes:
             _, oldest = self._entries.popitem(last=False)
             self.num_bytes -= oldest.nbytes
+
+    def drop(self, key: FeatureKey) -> None:
+        """Let go of `key`, if it is held."""
+        features = self._entries.pop(key, None)
+        if features is not None:
+            self.num_bytes -= features.nbytes

@@ -126,6 +126,12 @@ class MediaFeatures:
         """Drop the slot's features; a slot that holds nothing is ignored."""
         self._slots.pop(slot, None)
 
+    def forget(self, slot: int) -> None:
+        """Encode the slot's items anew for whoever shows them next: its sequence failed, and their features may be why."""
+        media = self._slots.get(slot)
+        for piece in media.pieces if media else ():
+            self.cache.drop(piece.key)
+
     def prepare(self, chunks: Iterable[Chunk]) -> None:
         """Encode what the chunks touch and nobody has yet, in one batch; faults are kept for `rows_of`.
 

@@ -78,6 +78,14 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises whatever the model raises; then every sequence of the plan is lost, and no other."""
+        self._take_over(plan)
+        result = self._run(plan.chunks)
+        for failure in result.failures:
+            self._media.forget(failure.slot)
+        return result
+
+    def _take_over(self, plan: StepPlan) -> None:
+        """Apply the plan's differences to the slots and their page tables."""
         for slot in plan.released_slots:
             self._builder.release(slot)
             self._media.release(slot)
@@ -91,7 +99,9 @@ class ModelRunner:
         fresh_pages = self._builder.append_pages(plan.chunks)
         if self._poison_pages:
             self._pools.poison(fresh_pages)
-        chunks, media_rows, failures = self._collect_media(plan.chunks)
+
+    def _run(self, planned: tuple[Chunk, ...]) -> StepResult:
+        chunks, media_rows, failures = self._collect_media(planned)
         if not chunks:
             return StepResult((), tuple(failures))
         model_input = self._builder.build(chunks)

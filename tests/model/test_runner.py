@@ -278,6 +278,20 @@ def test_media_of_earlier_requests_are_not_encoded_again_while_the_cache_has_roo
     assert (cache.num_hits, cache.num_misses, cache.num_bytes, len(cache)) == (2, 4, 2 * one, 2)
 
 
+def test_features_of_a_sequence_that_failed_are_not_used_again(model, pools):
+    runner = runner_on(model, pools, feature_cache_bytes=1 << 20)
+    sequences = [new(slot, range(4), media=(picture(first, 0),)) for slot, first in enumerate((10, 20))]
+    chunks = [Chunk(slot, 0, 4, (slot,), samples=True) for slot in (0, 1)]
+    model.broken_rows = [0]
+    result = step(runner, *chunks, new_sequences=sequences)
+    assert [failure.slot for failure in result.failures] == [0]
+    assert len(runner._media.cache) == 1
+    model.broken_rows = []
+    step(runner, *chunks, new_sequences=sequences, released=(0, 1))
+    assert model.encoded[1:] == [[(1, 28, 112, 3)]]
+    assert runner._media.cache.num_bytes == 2 * 4 * HIDDEN * 4
+
+
 def test_tokens_behind_the_last_item_do_not_look_at_media(runner):
     sequence = new(0, range(10), media=(clip_of(50, 1, 2), picture(10, 5, num_tokens=1)))
     step(runner, Chunk(0, 0, 6, (1, 2), samples=False), new_sequences=[sequence])
