@@ -33,22 +33,26 @@ class RefusalPart(Body):
     refusal: str
 
 
-class ImagePart(Body):
+class MediaPart(Body):
+    """How large a picture or the frames of a clip may be; the bounds are those of the chat endpoint."""
+
+    detail: Literal["auto", "low", "default", "high"] | None = None
+    max_long_side_pixel: int | None = None
+    max_pixels: int | None = None
+
+
+class ImagePart(MediaPart):
     """A picture."""
 
     type: Literal["input_image"]
     image_url: str
-    detail: Literal["auto", "low", "default", "high"] | None = None
-    max_long_side_pixel: int | None = None
 
 
-class VideoPart(Body):
+class VideoPart(MediaPart):
     """A clip. OpenAI's API has none; its shape here is that of a picture."""
 
     type: Literal["input_video"]
     video_url: str
-    detail: Literal["auto", "low", "default", "high"] | None = None
-    max_long_side_pixel: int | None = None
     fps: Number | None = None
     max_frames: int | None = None
 

@@ -35,7 +35,7 @@ RENAMED = {
     "response_format.json_schema": "text.format",
     "tool_choice.function": "tool_choice",
 }
-MEDIA_OPTIONS = ("detail", "max_long_side_pixel", "fps", "max_frames")
+MEDIA_OPTIONS = ("detail", "max_long_side_pixel", "max_pixels", "fps", "max_frames")
 # They carry over as they are.
 SAME = (
     "model",

@@ -8,7 +8,6 @@ from server.errors import BadRequestError
 
 PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "high"}
 AS_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "high"}}
-
 AS_CLIP = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA", "fps": 2.0, "max_frames": 8}}
 
 
@@ -63,6 +62,12 @@ def test_an_assistants_items_become_one_message():
         {"role": "tool", "tool_call_id": "c1", "content": "one"},
         {"role": "assistant", "content": "done", "reasoning_content": "so"},
     ]
+
+
+def test_options_of_a_picture_stand_beside_its_address():
+    options = {"max_long_side_pixel": 700, "max_pixels": 500_000}
+    (message,) = messages_of([{"role": "user", "content": [PICTURE | options]}])
+    assert message["content"] == [AS_PART | {"image_url": AS_PART["image_url"] | options}]
 
 
 def test_parts_of_every_kind():
@@ -142,6 +147,7 @@ def test_tools_and_choices(choice, expected, num_tools):
         ("messages[0].content", "instructions"),
         ("messages[1].content[1].image_url", "input[0].content[1].image_url"),
         ("messages[1].content[1].image_url.max_long_side_pixel", "input[0].content[1].max_long_side_pixel"),
+        ("messages[1].content[1].image_url.max_pixels", "input[0].content[1].max_pixels"),
         ("messages[2].tool_calls[0].function.arguments", "input[2].arguments"),
         ("messages[3]", "input[3]"),
         ("messages[3].content[0].image_url", "input[3].output[0].image_url"),
