@@ -18,7 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
     for name, field in Settings.model_fields.items():
-        default = "" if field.is_required() or field.default is None else f" (default {field.default})"
+        default = "" if field.is_required() or field.default in (None, ()) else f" (default {field.default})"
         serve.add_argument(flag(name), dest=name, default=None, metavar="VALUE", help=f"{field.description}{default}")
     return parser
 

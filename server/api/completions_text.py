@@ -10,7 +10,7 @@ import msgspec
 
 from server.api.chat_format import ChatFormat
 from server.api.completions_wire import CompletionChoice, CompletionLogprobs
-from server.api.wire import LOWEST_LOGPROB, ChunkChoice
+from server.api.wire import LOWEST_LOGPROB, ChunkChoice, TokenLogprob
 from server.messages import TokenLogprobs
 
 
@@ -44,22 +44,7 @@ class CompletionText:
         text = chunk.delta.content or ""
         if not text and chunk.finish_reason is None:
             return None
-        tokens = (
-            []
-            if chunk.logprobs is None
-            else [
-                Spelled(
-                    bytes(entry.bytes),
-                    entry.logprob,
-                    _with_chosen(
-                        {spelled(bytes(best.bytes)): best.logprob for best in entry.top_logprobs},
-                        bytes(entry.bytes),
-                        entry.logprob,
-                    ),
-                )
-                for entry in chunk.logprobs.content
-            ]
-        )
+        tokens = [] if chunk.logprobs is None else [_spelled_entry(entry) for entry in chunk.logprobs.content]
         return CompletionChoice(self._index, text, self._columns(tokens) if text else None, chunk.finish_reason)
 
     def _columns(self, tokens: Sequence[Spelled]) -> CompletionLogprobs | None:
@@ -109,6 +94,13 @@ def spelled(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _spelled_entry(entry: TokenLogprob) -> Spelled:
+    """A generated token."""
+    data = bytes(entry.bytes)
+    top = {spelled(bytes(best.bytes)): best.logprob for best in entry.top_logprobs}
+    return Spelled(data, entry.logprob, _with_chosen(top, data, entry.logprob))
 
 
 def _with_chosen(top: dict[str, float], data: bytes, logprob: float) -> dict[str, float]:
