@@ -48,7 +48,7 @@ def vision_cos_sin(config: VisionConfig, positions: Tensor) -> tuple[Tensor, Ten
     Each axis gets the same even number of dimensions, the largest that fits a third of a head; the rest is not rotated.
     """
     axis = 2 * (config.head_dim // 3 // 2)
-    frequencies = inverse_frequencies(config.rope_theta, axis).to(positions.device)
+    frequencies = inverse_frequencies(config.rope_theta, axis).to(positions.device, non_blocking=True)
     angles = (positions[..., None].float() * frequencies).flatten(1)
     return angles.cos(), angles.sin()
 

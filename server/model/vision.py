@@ -74,7 +74,7 @@ class VisionTower:
             bounds += [
                 start + min(end, num_pairs) * height * width for end in range(segment_len, num_pairs + segment_len, segment_len)
             ]
-        cos, sin = vision_cos_sin(config, torch.cat(positions).to(x.device))
+        cos, sin = vision_cos_sin(config, torch.cat(positions).to(x.device, non_blocking=True))
         segment_start = torch.tensor(bounds, dtype=torch.int32)
         for layer in self._layers:
             x = layer(x, cos, sin, segment_start)
