@@ -6,6 +6,7 @@ line is escaped, so no value can forge another line.
 
 import json
 import logging
+import traceback
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -44,6 +45,11 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+def frames_of(error: BaseException) -> str:
+    """Where an exception came from, without its text, which may quote a request."""
+    return "".join(traceback.format_tb(error.__traceback__))
 
 
 def configure(level: str, *, as_json: bool) -> None:

@@ -4,7 +4,6 @@ Nothing here shows what a client sent beyond the names of its fields, and a bug 
 """
 
 import logging
-import traceback
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Final
@@ -24,6 +23,7 @@ from server.errors import (
     OverloadedError,
     PayloadTooLargeError,
 )
+from server.logs import frames_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,7 @@ def error_response(error: M3Error) -> Response:
 
 def from_bug(error: Exception, request_id: str) -> M3Error:
     """Log where an unexpected exception came from, without its text, which may quote the request; the client's error."""
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    logger.error("request %s failed with %s\n%s", request_id, type(error).__name__, frames)
+    logger.error("request %s failed with %s\n%s", request_id, type(error).__name__, frames_of(error))
     return M3Error("internal error; the server's log has the details under this request's id", code="internal_error")
 
 

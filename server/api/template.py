@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from server.api.checkpoint import CheckpointError, read_optional_json
 from server.api.conversation import JsonObject, JsonValue
 from server.errors import BadRequestError, M3Error
+from server.logs import frames_of
 from server.settings import ThinkingMode
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class ChatTemplate:
         except RecursionError:
             raise BadRequestError("the conversation nests values too deeply", param="messages") from None
         except Exception as error:  # a template is a program: it can fail in any way
-            logger.exception("the chat template failed")
+            logger.error("the chat template failed with %s\n%s", type(error).__name__, frames_of(error))
             raise M3Error("the conversation could not be rendered") from error
 
 

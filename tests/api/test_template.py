@@ -56,6 +56,13 @@ def test_fault_of_the_template_is_logged_and_hidden(source: str, caplog: pytest.
     assert "the chat template failed" in caplog.text
 
 
+def test_the_log_of_a_fault_does_not_quote_the_conversation(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(M3Error):
+        render("{{ {}[tools[0].name] + 1 }}", [{"name": "secret"}])
+    assert "UndefinedError" in caplog.text
+    assert "secret" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "source",
     [
