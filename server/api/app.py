@@ -17,6 +17,7 @@ from server.api.chat_format import ChatFormat
 from server.api.completions_schema import CompletionBody
 from server.api.engine_client import EngineClient
 from server.api.grammar_checker import GrammarChecker
+from server.api.messages_errors import shaped_error
 from server.api.messages_schema import CountTokensBody, MessagesBody
 from server.api.middleware import BodyLimitMiddleware, RequestIdMiddleware
 from server.api.openapi import describe
@@ -87,7 +88,7 @@ def create_app(
     for router in [*routers, health.metrics_router] if admin is None else routers:
         app.include_router(router)
     describe(app, *BODIES)
-    install_handlers(app)
+    install_handlers(app, shaped_error)
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
     app.add_middleware(AuthMiddleware, keys=keys)
     app.add_middleware(AccessLogMiddleware)

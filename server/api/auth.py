@@ -12,16 +12,12 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.api.messages_errors import messages_error
-from server.api.middleware import request_id
-from server.api.problems import error_response
+from server.api.messages_errors import shaped_error
 from server.errors import AuthenticationError
 from server.settings import Settings, SettingsError
 
 # Probes have no key.
 OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/health"})
-# Errors have another shape there.
-MESSAGES_PATH: Final = "/v1/messages"
 SCHEME: Final = "bearer "
 
 
@@ -82,8 +78,7 @@ class AuthMiddleware:
             await self.app(scope, receive, send)
             return
         error = AuthenticationError("a valid API key is required")
-        is_messages = scope["path"].startswith(MESSAGES_PATH)
-        response = messages_error(error, request_id(scope)) if is_messages else error_response(error)
+        response = shaped_error(scope, error)
         response.headers["www-authenticate"] = "Bearer"
         await response(scope, receive, send)
 

@@ -4,10 +4,14 @@ from typing import Final
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from server.api.messages_wire import ErrorBody, ErrorDetail
+from server.api.middleware import request_id
 from server.api.problems import error_response
 from server.errors import M3Error
+
+PATH: Final = "/v1/messages"
 
 KINDS: Final = {
     400: "invalid_request_error",
@@ -35,3 +39,10 @@ def messages_error(error: M3Error, request_id: str) -> Response:
     headers = {name: response.headers[name] for name in ("retry-after", "connection") if name in response.headers}
     content = msgspec.json.encode(error_body(error, request_id))
     return Response(content, error.status, headers, media_type="application/json")
+
+
+def shaped_error(scope: Scope, error: M3Error) -> Response:
+    """The whole answer in the shape of the endpoint that was asked."""
+    if scope["path"].startswith(PATH):
+        return messages_error(error, request_id(scope))
+    return error_response(error)

@@ -4,7 +4,7 @@ Nothing here shows what a client sent beyond the names of its fields, and a bug 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Final
 
@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from server.api.middleware import request_id
 from server.errors import (
@@ -82,12 +83,14 @@ def from_bug(error: Exception, request_id: str) -> M3Error:
     return M3Error("internal error; the server's log has the details under this request's id", code="internal_error")
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Give every error that leaves a route OpenAI's shape."""
+def install_handlers(
+    app: FastAPI, answer: Callable[[Scope, M3Error], Response] = lambda scope, error: error_response(error)
+) -> None:
+    """Give every error that leaves a route the shape that `answer` knows, OpenAI's unless told otherwise."""
 
     async def on_m3_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, M3Error)
-        return error_response(error)
+        return answer(request.scope, error)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -96,12 +99,12 @@ def install_handlers(app: FastAPI) -> None:
         problem = M3Error(f"{status.phrase}: {request.method} {request.url.path}", code=code)
         problem.status = status
         problem.type = "invalid_request_error" if status < 500 else "server_error"
-        response = error_response(problem)
+        response = answer(request.scope, problem)
         response.headers.update(error.headers or {})
         return response
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        return error_response(from_bug(error, request_id(request.scope)))
+        return answer(request.scope, from_bug(error, request_id(request.scope)))
 
     app.add_exception_handler(M3Error, on_m3_error)
     app.add_exception_handler(Exception, on_bug)

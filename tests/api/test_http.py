@@ -73,6 +73,15 @@ def test_models_and_version():
     assert version.json() == {"version": __version__}
 
 
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/messages/nope", 404), ("GET", "/v1/messages", 405)])
+def test_under_messages_also_the_framework_s_errors_have_anthropic_s_shape(method, path, status):
+    response = ask(lambda client: client.request(method, path))
+    assert response.status_code == status
+    assert response.json()["type"] == "error"
+    assert response.json()["error"]["type"] in ("not_found_error", "invalid_request_error")
+    assert ("allow" in response.headers) == (status == 405)
+
+
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", CHAT, 405), ("POST", "/health", 405)])
 def test_unknown_routes_and_methods_have_the_error_shape(method, path, status):
     response = ask(lambda client: client.request(method, path))
