@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.kernels_pointwise import STAGES as POINTWISE_STAGES
+from benchmarks.kernels_pointwise import pointwise_rows
 from benchmarks.report import Row, format_row, load_peers, make_row, write_json
 from benchmarks.selections import corr_selection, rand_selection
 from benchmarks.timing import limit_us, time_events
@@ -150,13 +152,15 @@ def rows_of(stages: set[str]) -> Iterator[Row]:
         torch.cuda.empty_cache()
     if any("decode" in stage for stage in stages):
         yield from importlib.import_module("benchmarks.kernels_decode").decode_rows(stages)
+    if stages & set(POINTWISE_STAGES):
+        yield from pointwise_rows(stages)
 
 
 def main() -> None:
     """Measure, print and write."""
     decode_stages = ("decode_score", "decode_topk", "decode_attention", "decode_total", "dense_decode")
     parser = argparse.ArgumentParser(description="Time the attention kernels against their physical limits.")
-    parser.add_argument("--stages", default=",".join((*PREFILL_STAGES, *EXTRA_STAGES, *decode_stages)))
+    parser.add_argument("--stages", default=",".join((*PREFILL_STAGES, *EXTRA_STAGES, *decode_stages, *POINTWISE_STAGES)))
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     peers = load_peers()
