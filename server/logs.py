@@ -26,7 +26,7 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """The line without a traceback."""
-        values = [f"{name}={json.dumps(value)}" for name, value in _fields(record).items()]
+        values = [f"{name}={json.dumps(value, default=str)}" for name, value in _fields(record).items()]
         return " ".join([super().formatMessage(record), *values])
 
 

@@ -31,14 +31,18 @@ class TracingMiddleware:
             return
         watched = WatchedSend(send)
         parent = propagate.extract(dict(Headers(scope=scope).items()))
-        span = self.tracer.start_span(f"{scope['method']} {scope['path']}", parent, SpanKind.SERVER)
+        span = self.tracer.start_span(scope["method"], parent, SpanKind.SERVER)
         try:
             await self.app(scope, receive, watched)
         finally:
             note = note_of(scope)
+            route = getattr(scope.get("route"), "path", None)  # paths that no route has would be names without number
+            if route is not None:
+                span.update_name(f"{scope['method']} {route}")
             ended = watched.status if note.status is None else note.status  # a stream's own end, where there was one
             attributes = {
                 "http.request.method": scope["method"],
+                "http.route": route,
                 "url.path": scope["path"],
                 "http.response.status_code": ended,
                 "m3.request_id": request_id(scope),

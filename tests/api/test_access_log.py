@@ -1,6 +1,7 @@
 import asyncio
 import json
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +81,11 @@ def test_json_lines_hold_tracebacks():
 @pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
 def test_a_line_without_fields_is_fine(formatter):
     assert "hello" in formatter.format(record("hello"))
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+def test_a_value_that_is_not_json_is_shown_as_text(formatter):
+    assert "/models/x" in formatter.format(record("loaded", {"folder": Path("/models/x")}))
 
 
 def test_text_lines_cannot_be_forged():

@@ -17,6 +17,9 @@ class RecordedSpan(trace.NonRecordingSpan):
         self.parent = trace.get_current_span(context).get_span_context()
         self.attributes, self.status, self.num_ends = {}, None, 0
 
+    def update_name(self, name):
+        self.name = name
+
     def set_attributes(self, attributes):
         self.attributes.update(attributes)
 
@@ -59,7 +62,7 @@ def test_a_request_is_a_span_in_the_clients_trace(monkeypatch, stream):
     assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE_ID, SPAN_ID)
     assert (span.name, span.kind, span.num_ends, span.status) == (f"POST {CHAT}", trace.SpanKind.SERVER, 1, None)
     assert span.attributes["http.response.status_code"] == 200
-    assert span.attributes["m3.request_id"] == "id-1"
+    assert (span.attributes["http.route"], span.attributes["m3.request_id"]) == (CHAT, "id-1")
     assert span.attributes["gen_ai.usage.output_tokens"] > 0
     assert span.attributes["gen_ai.response.time_to_first_chunk"] >= 0
 
@@ -75,6 +78,12 @@ def test_a_refused_request_is_a_span_without_usage(monkeypatch):
     assert (span.attributes["http.response.status_code"], span.status) == (400, None)
     assert "gen_ai.usage.input_tokens" not in span.attributes
     assert not span.parent.is_valid
+
+
+def test_a_path_that_does_not_exist_is_not_in_the_name(monkeypatch):
+    (span,) = spans_of(Say("x"), "/v1/models/a/../../secret", monkeypatch=monkeypatch)
+    assert (span.name, span.attributes["http.response.status_code"]) == ("GET", 404)
+    assert "http.route" not in span.attributes
 
 
 def test_probes_are_no_spans(monkeypatch):
