@@ -5,6 +5,7 @@ and nothing else, unless the device is lost or steps keep failing: then the proc
 for it. The process lives as long as its standard input: the front holds the other end.
 """
 
+import faulthandler
 import logging
 import os
 import signal
@@ -18,8 +19,10 @@ import torch
 from server.engine_grammars import GrammarQueue
 from server.engine_launch import EngineLaunch
 from server.engine_setup import EngineParts, StartError, build
+from server.heartbeat import STACKS_SIGNAL, Heartbeat
+from server.load_progress import LoadProgress
 from server.media.slab import SlabReader
-from server.messages import Abort, Failed, FailureKind, RequestEvent, Shutdown, SlabRef, StartFailed, Submit
+from server.messages import Abort, Failed, FailureKind, RequestEvent, Shutdown, SlabRef, Started, StartFailed, Submit
 from server.model.grammar import GrammarCompiler
 from server.model.media_features import MediaFeaturesError, PixelReader, Pixels
 from server.scheduler.plan import StepPlan, StepResult
@@ -59,6 +62,7 @@ class Engine:
         runner: Runner,
         vocab_size: int,
         grammars: GrammarCompiler | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         """Take over the parts.
 
@@ -68,13 +72,14 @@ class Engine:
             runner: warm.
             vocab_size: number of rows of the model's embedding; no token id may reach it.
             grammars: the runner's; without it, requests with a grammar are refused.
+            heartbeat: where steps are noted for the front.
         """
         self._grammars = GrammarQueue(grammars)
         self._channel = channel
         self._vocab_size = vocab_size
         self._scheduler = scheduler
         self._runner = runner
-        self._step_seconds = 0.0
+        self._heartbeat = heartbeat or Heartbeat()
         self._num_failed_steps = 0
         self._next_stats_s = time.monotonic()
 
@@ -87,7 +92,10 @@ class Engine:
         while self._drain_inbox():
             self._add_compiled()
             plan = self._scheduler.schedule()
-            if plan is not None:
+            if plan is None:
+                self._heartbeat.idle()
+            else:
+                self._channel.send([Started(new.request_id) for new in plan.new_sequences])
                 self._step(plan)
             self._report(BUSY_STATS_PERIOD_S if plan is not None else IDLE_STATS_PERIOD_S)
 
@@ -131,7 +139,7 @@ class Engine:
             self._channel.send([held] if isinstance(held, Failed) else self._scheduler.add(held))
 
     def _step(self, plan: StepPlan) -> None:
-        started_s = time.perf_counter()
+        self._heartbeat.step_started()
         try:
             result = self._runner.execute(plan)
         except Exception as error:
@@ -141,16 +149,16 @@ class Engine:
             if isinstance(error, torch.AcceleratorError) or self._num_failed_steps >= MAX_FAILED_STEPS:
                 raise EngineFailedError(f"{self._num_failed_steps} steps in a row failed, the last with: {error}") from error
             return
+        finally:
+            self._heartbeat.step_ended(sum(chunk.num_tokens for chunk in plan.chunks))
         self._num_failed_steps = 0
-        events: list[RequestEvent] = self._scheduler.commit(plan, result)
-        self._step_seconds += time.perf_counter() - started_s
-        self._channel.send(events)
+        self._channel.send(self._scheduler.commit(plan, result))
 
     def _report(self, period_s: float) -> None:
         now_s = time.monotonic()
         if now_s >= self._next_stats_s:
             self._next_stats_s = now_s + period_s
-            self._channel.send([self._scheduler.stats(self._step_seconds)])
+            self._channel.send([self._scheduler.stats()])
 
 
 def open_pixels(slab_name: str | None) -> PixelReader:
@@ -164,10 +172,10 @@ def open_pixels(slab_name: str | None) -> PixelReader:
     return refuse
 
 
-def start(launch: EngineLaunch, channel: EngineChannel) -> EngineParts | None:
+def start(launch: EngineLaunch, channel: EngineChannel, heartbeat: Heartbeat) -> EngineParts | None:
     """Build the engine and tell the front that it is ready, or why it is not (None)."""
     try:
-        parts = build(launch.settings, open_pixels(launch.slab_name))
+        parts = build(launch.settings, open_pixels(launch.slab_name), LoadProgress(heartbeat))
     except StartError as error:
         logger.error("the engine cannot start: %s", error)
         channel.send([StartFailed(str(error))])
@@ -198,6 +206,7 @@ def main() -> int:
     # Ctrl-C reaches the whole process group; the front decides when the engine leaves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(STACKS_SIGNAL, chain=True)  # chained to the default, which ends the process
     launch = EngineLaunch.model_validate_json(sys.stdin.buffer.readline())
     exit_with_parent()
     logging.basicConfig(
@@ -206,11 +215,12 @@ def main() -> int:
         format="%(asctime)s %(levelname)s engine %(name)s: %(message)s",
     )
     channel = EngineChannel(launch.address)
+    heartbeat = Heartbeat(launch.heartbeat_fd)
     try:
-        parts = start(launch, channel)
+        parts = start(launch, channel, heartbeat)
         if parts is None:
             return 1
-        Engine(channel, parts.scheduler, parts.runner, parts.ready.vocab_size, parts.grammars).run()
+        Engine(channel, parts.scheduler, parts.runner, parts.ready.vocab_size, parts.grammars, heartbeat).run()
     except Exception:
         logger.exception("the engine leaves")
         return 1

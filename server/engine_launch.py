@@ -17,8 +17,10 @@ class EngineLaunch(BaseModel, frozen=True):
         settings: the server's settings, complete: the engine's environment adds nothing.
         address: directory of the sockets, see `server.transport`.
         slab_name: name of the shared-memory media slab; None in a server without media.
+        heartbeat_fd: descriptor of the memory of `server.heartbeat`, inherited; -1 when nobody looks at it.
     """
 
     settings: Settings
     address: Path
     slab_name: str | None = None
+    heartbeat_fd: int = -1

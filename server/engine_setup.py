@@ -19,6 +19,7 @@ from server.model.config import ConfigError, M3Config, cache_spec
 from server.model.grammar import GrammarCompiler
 from server.model.m3 import M3Model
 from server.model.media_features import PixelReader
+from server.model.progress import Progress
 from server.model.runner import ModelRunner
 from server.scheduler.config import SchedulerConfig
 from server.scheduler.plan import Chunk, NewSequence, StepPlan
@@ -112,8 +113,8 @@ def num_cache_pages(settings: Settings, spec: CacheSpec, model_len: int, budget_
     return num_pages
 
 
-def build(settings: Settings, read_pixels: PixelReader) -> EngineParts:
-    """Load the model and build everything around it.
+def build(settings: Settings, read_pixels: PixelReader, progress: Progress | None = None) -> EngineParts:
+    """Load the model and build everything around it; `progress` follows the load, a bar on stderr when None.
 
     Raises:
         StartError: settings, checkpoint or memory do not allow it.
@@ -124,7 +125,7 @@ def build(settings: Settings, read_pixels: PixelReader) -> EngineParts:
         limit_cpu_threads()
     try:
         config = M3Config.from_file(settings.model)
-        model = M3Model.load(settings.model, config, device, dtype)
+        model = M3Model.load(settings.model, config, device, dtype, progress=progress)
     except (ConfigError, CheckpointError) as error:
         raise StartError(str(error)) from error
     spec = cache_spec(config, dtype)

@@ -1,8 +1,8 @@
 """What crosses the boundary between the front process and the engine process.
 
 All types are frozen msgspec structs, sent as MessagePack over a local ZeroMQ socket; nothing is pickled. The front sends
-`Submit` and `Abort`. The engine answers every `Submit` with any number of `Tokens` and then exactly one `Finished` or
-`Failed`, also after an abort, a refusal or a fault. This module imports nothing of ours.
+`Submit` and `Abort`. The engine answers every `Submit` with any number of `Started` and `Tokens`, and then exactly one
+`Finished` or `Failed`, also after an abort, a refusal or a fault. This module imports nothing of ours.
 """
 
 import enum
@@ -194,6 +194,12 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
 
 
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """A sequence left the queue: the next step computes some of it. Sent again when it was preempted meanwhile."""
+
+    request_id: str
+
+
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     """New tokens of one sequence, in order. A stop token is included as the last one.
 
@@ -295,9 +301,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     preemptions_total: int
     prefix_query_tokens_total: int
     prefix_hit_tokens_total: int
-    step_seconds_total: float
 
 
 TerminalEvent = Finished | Failed
 RequestEvent = Tokens | Finished | Failed
-FromEngine = Tokens | Finished | Failed | Ready | StartFailed | Stats
+FromEngine = Started | Tokens | Finished | Failed | Ready | StartFailed | Stats

@@ -62,7 +62,6 @@ GAUGES: Final = (
 )
 COUNTERS: Final = (
     ("m3_engine_steps", "steps_total", "Steps of the model."),
-    ("m3_engine_step_seconds", "step_seconds_total", "Time spent in steps."),
     ("m3_prompt_tokens", "prompt_tokens_total", "Prompt tokens computed or found in the cache."),
     ("m3_generation_tokens", "generation_tokens_total", "Generated tokens."),
     ("m3_preemptions", "preemptions_total", "Sequences that gave their pages up and were computed again."),

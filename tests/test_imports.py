@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "server"
-LEAVES = {"server.messages", "server.settings", "server.errors", "server.metrics", "server.logs"}
+LEAVES = {"server.messages", "server.settings", "server.errors", "server.metrics", "server.logs", "server.heartbeat"}
 ALLOWED = {
     "api": {"api", "media"},
     "media": {"media"},

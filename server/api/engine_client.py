@@ -9,7 +9,6 @@ import enum
 import logging
 import shutil
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from server.api.request_stream import RequestStream
 from server.engine_launch import EngineLaunch
 from server.errors import EngineUnavailableError, OverloadedError, PayloadTooLargeError
+from server.heartbeat import Heartbeat
 from server.messages import (
     Abort,
     Failed,
@@ -25,6 +25,7 @@ from server.messages import (
     FromEngine,
     Ready,
     Shutdown,
+    Started,
     StartFailed,
     Stats,
     Submit,
@@ -62,7 +63,7 @@ class EngineClient:
         state: where the engine is in its life.
         ready: the engine's limits, once it is ready.
         stats: the latest counters; None before the first.
-        last_heard_s: `time.monotonic()` of the latest message; between two steps an engine sends at least one a second.
+        heartbeat: what the engine process notes while it works.
         died: set when the engine is gone without having been told to leave.
     """
 
@@ -71,7 +72,7 @@ class EngineClient:
         self.state = EngineState.STARTING
         self.ready: Ready | None = None
         self.stats: Stats | None = None
-        self.last_heard_s = time.monotonic()
+        self.heartbeat = Heartbeat.shared()
         self.died = asyncio.Event()
         self._settings = settings
         self._slab_name = slab_name
@@ -103,8 +104,12 @@ class EngineClient:
         """Spawn the engine; returns before the model is loaded."""
         self._address = make_address()
         self._channel = FrontChannel(self._address)
-        launch = EngineLaunch(settings=self._settings, address=self._address, slab_name=self._slab_name)
-        self._process = await asyncio.create_subprocess_exec(*self._command, stdin=asyncio.subprocess.PIPE)
+        launch = EngineLaunch(
+            settings=self._settings, address=self._address, slab_name=self._slab_name, heartbeat_fd=self.heartbeat.fd
+        )
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=asyncio.subprocess.PIPE, pass_fds=(self.heartbeat.fd,)
+        )
         stdin = self._process.stdin
         assert stdin is not None
         stdin.write(launch.model_dump_json().encode() + b"\n")
@@ -168,6 +173,7 @@ class EngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail_open("the server is shutting down")
         self._started.set()
+        self.heartbeat.close()
         if self._channel is not None:
             self._channel.close()
         if self._address is not None:
@@ -222,9 +228,11 @@ class EngineClient:
         self.died.set()
 
     def _dispatch(self, events: list[FromEngine]) -> None:
-        self.last_heard_s = time.monotonic()
         for event in events:
             match event:
+                case Started():
+                    if request := self._open.get(event.request_id):
+                        request.stream.started()
                 case Tokens():
                     if request := self._open.get(event.request_id):
                         request.stream.put(event)

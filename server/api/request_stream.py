@@ -5,17 +5,23 @@ and nothing else. It knows neither sockets nor HTTP.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from server.messages import Failed, Finished, RequestEvent, TerminalEvent, TokenLogprobs, Tokens
 
 
 class RequestStream:
-    """Async iterator over the events of one request; it ends after `Finished` or `Failed`. For one consumer."""
+    """Async iterator over the events of one request; it ends after `Finished` or `Failed`. For one consumer.
+
+    Attributes:
+        started_s: `time.monotonic()` when the engine began to compute it; None before.
+    """
 
     def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
         """`abort` is called at most once, with the request's id, while the engine has not ended it."""
         self.request_id = request_id
+        self.started_s: float | None = None
         self._abort = abort
         self._aborted = False
         self._token_ids: list[int] = []
@@ -24,6 +30,11 @@ class RequestStream:
         self._terminal: TerminalEvent | None = None
         self._exhausted = False
         self._arrival = asyncio.Event()
+
+    def started(self) -> None:
+        """The engine begins to compute the request; again after a preemption, which changes nothing here."""
+        if self.started_s is None:
+            self.started_s = time.monotonic()
 
     def put(self, event: RequestEvent) -> None:
         """Take the next event from the engine: tokens are merged with tokens that nobody has read yet."""

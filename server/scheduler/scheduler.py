@@ -370,8 +370,8 @@ class Scheduler:
             logger.exception("the page cache's books are wrong; starting with empty ones")
             self._blocks = BlockManager(self.config.num_pages)
 
-    def stats(self, step_seconds_total: float = 0.0) -> Stats:
-        """Counters and gauges; the time that steps took is measured by the engine."""
+    def stats(self) -> Stats:
+        """Counters and gauges."""
         totals = self._totals
         return Stats(
             num_running=len(self._running),
@@ -385,5 +385,4 @@ class Scheduler:
             preemptions_total=totals.preemptions,
             prefix_query_tokens_total=totals.prefix_query_tokens,
             prefix_hit_tokens_total=totals.prefix_hit_tokens,
-            step_seconds_total=step_seconds_total,
         )

@@ -108,7 +108,7 @@ class ScriptedEngine:
         self.emitted = threading.Event()
         self.state = EngineState.STARTING
         self.ready = None
-        self.stats = Stats(1, 2, num_pages, num_pages - 30, 10, 5, 6, 7, 8, 9, 3, 0.5)
+        self.stats = Stats(1, 2, num_pages, num_pages - 30, 10, 5, 6, 7, 8, 9, 3)
         self.died = asyncio.Event()
         self._starts_ready = ready
         self._open = {}

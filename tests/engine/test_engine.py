@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from server.engine import IDLE_STATS_PERIOD_S, MAX_PROMPT_LOGPROBS, Engine, EngineFailedError
+from server.heartbeat import Heartbeat
 from server.messages import (
     Abort,
     Failed,
@@ -13,6 +14,7 @@ from server.messages import (
     FinishReason,
     SamplingParams,
     Shutdown,
+    Started,
     Stats,
     Submit,
     TokenLogprobs,
@@ -33,6 +35,7 @@ class ScriptedChannel:
         self.batches = deque(batches)
         self.events = []
         self.stats = []
+        self.started = []
         self.timeouts_s = []
 
     def receive(self, timeout_s):
@@ -43,7 +46,8 @@ class ScriptedChannel:
 
     def send(self, messages):
         for message in messages:
-            (self.stats if isinstance(message, Stats) else self.events).append(message)
+            kinds = {Stats: self.stats, Started: self.started}
+            kinds.get(type(message), self.events).append(message)
 
     def tokens_of(self, request_id):
         return [i for event in self.of(request_id) if isinstance(event, Tokens) for i in event.token_ids]
@@ -65,8 +69,8 @@ def runner():
 def engine_on(runner):
     """Builds an engine on a scripted channel."""
 
-    def build(channel, runner=runner):
-        return Engine(channel, Scheduler(SchedulerConfig(4, 16, 100, 4, 32)), runner, VOCAB)
+    def build(channel, runner=runner, heartbeat=None):
+        return Engine(channel, Scheduler(SchedulerConfig(4, 16, 100, 4, 32)), runner, VOCAB, heartbeat=heartbeat)
 
     return build
 
@@ -200,3 +204,34 @@ def test_statistics_come_as_a_heartbeat_when_idle_and_rarely_when_busy(engine_on
     assert 17 <= num_idle <= 22
     assert channel.stats[-1].generation_tokens_total == 90
     assert IDLE_STATS_PERIOD_S <= 1
+
+
+def test_every_step_beats_also_one_that_fails_and_so_does_an_idle_engine(engine_on, runner):
+    heartbeat = Heartbeat()
+    channel = ScriptedChannel([request("r", 1, 2, 3, num_output=4)])
+    engine_on(channel, heartbeat=heartbeat).run()
+    pulse = heartbeat.pulse()
+    assert sum(pulse.steps_by_time) == sum(pulse.steps_by_tokens) == 4
+    assert pulse.num_step_tokens == 3 + 3
+    runner.crashing = True
+    engine_on(ScriptedChannel([request("s", 1)]), heartbeat=heartbeat).run()
+    assert sum(heartbeat.pulse().steps_by_time) == 5
+    idle = Heartbeat()
+    engine_on(ScriptedChannel([], []), heartbeat=idle).run()
+    assert idle.pulse().is_serving
+    assert sum(idle.pulse().steps_by_time) == 0
+
+
+def test_a_sequence_that_leaves_the_queue_is_announced_before_its_step(engine_on, runner):
+    channel = ScriptedChannel([request(name, 1) for name in "abcde"])
+    seen = []
+    execute = runner.execute
+
+    def watched(plan):
+        seen.append([event.request_id for event in channel.started])
+        return execute(plan)
+
+    runner.execute = watched
+    engine_on(channel).run()
+    assert seen[0] == ["a", "b", "c", "d"], "the engine has four slots"
+    assert [event.request_id for event in channel.started] == list("abcde")

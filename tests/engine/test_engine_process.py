@@ -15,6 +15,7 @@ from server.api.engine_client import EngineClient, EngineState
 from server.engine_launch import EngineLaunch
 from server.errors import EngineUnavailableError
 from server.grammars import GrammarTokenizer
+from server.heartbeat import STACKS_SIGNAL
 from server.media.slab import MediaSlab
 from server.messages import (
     Failed,
@@ -173,6 +174,32 @@ def test_a_killed_engine_fails_every_open_stream_within_two_seconds(checkpoint):
         assert time.monotonic() - started_s < 2
         assert client.state is EngineState.DEAD
         assert client.exit_code == -signal.SIGKILL
+
+    with_engine(scenario, checkpoint)
+
+
+def test_the_heartbeat_shows_the_load_and_the_steps(checkpoint):
+    async def scenario(client):
+        loaded = client.heartbeat.pulse()
+        assert loaded.num_loaded_bytes == loaded.num_bytes_to_load > 0
+        await collect(client.submit(request("r", [5, 6, 7], num_output=4)))
+        pulse = client.heartbeat.pulse()
+        assert pulse.is_serving
+        assert sum(pulse.steps_by_time) == 4
+        assert pulse.num_step_tokens == 6
+        assert pulse.step_seconds > 0
+
+    with_engine(scenario, checkpoint)
+
+
+def test_asked_for_its_stacks_the_engine_prints_them_and_ends(checkpoint, capfd):
+    async def scenario(client):
+        os.kill(client.pid, STACKS_SIGNAL)
+        await client.died.wait()
+        assert client.exit_code == -STACKS_SIGNAL
+        stacks = capfd.readouterr().err
+        assert "Thread 0x" in stacks
+        assert " in run\n" in stacks, "the main thread is in the loop"
 
     with_engine(scenario, checkpoint)
 
