@@ -7,6 +7,8 @@ decides, but does not weigh.
 import torch
 from torch import Tensor
 
+from server.kernels.linear import linear_torch
+from server.kernels.mxfp8 import Mxfp8Weight
 from server.kernels.swiglu import swiglu_oai_torch
 
 
@@ -21,8 +23,8 @@ def route_torch(x: Tensor, router_weight: Tensor, correction_bias: Tensor, topk:
 
 def moe_torch(
     x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Tensor | Mxfp8Weight,
+    w2: Tensor | Mxfp8Weight,
     expert_ids: Tensor,
     weights: Tensor,
     alpha: float,
@@ -43,8 +45,8 @@ def moe_torch(
         pairs = order[begin : begin + count]
         begin += count
         tokens = pairs // topk
-        gate, up = (x[tokens] @ w13[expert].T).chunk(2, dim=-1)
-        hidden = swiglu_oai_torch(gate, up, alpha, beta, limit) @ w2[expert].T
+        gate, up = linear_torch(x[tokens], w13[expert]).chunk(2, dim=-1)
+        hidden = linear_torch(swiglu_oai_torch(gate, up, alpha, beta, limit), w2[expert])
         out.index_add_(0, tokens, hidden.float() * (weights.flatten()[pairs, None] * scaling))
     return out.to(x.dtype)
 
@@ -66,8 +68,8 @@ def route(x: Tensor, router_weight: Tensor, correction_bias: Tensor, topk: int) 
 
 def moe(
     x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Tensor | Mxfp8Weight,
+    w2: Tensor | Mxfp8Weight,
     expert_ids: Tensor,
     weights: Tensor,
     alpha: float,
@@ -79,7 +81,7 @@ def moe(
 
     Args:
         x: [T, H].
-        w13: [E, 2 * I, H], gate rows, then up rows.
+        w13: [E, 2 * I, H], gate rows, then up rows; this and `w2` in the dtype of `x` or in MXFP8.
         w2: [E, H, I].
         expert_ids: [T, k] int32.
         weights: [T, k] fp32.

@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from server.kernels.attention_batch import AttentionBatch
 from server.kernels.dense_attention import dense_attention
+from server.kernels.linear import linear
 from server.kernels.msa_attention import msa_attention
 from server.kernels.qkv_norm_rope_cache import qkv_norm_rope_cache
 from server.kernels.selection_rule import SelectionRule
 from server.model.config import TextConfig
+from server.model.quantization import projection
 from server.model.shard import Collective
 
 
@@ -18,8 +19,8 @@ class Attention:
     """Project, write the cache, select blocks if the layer is sparse, attend, project back and join the ranks."""
 
     def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: TextConfig, collective: Collective) -> None:
-        self._qkv = weights[f"{prefix}.qkv"]  # [(Hq + 2 * Hkv) * D + (Hi + 1) * Di, hidden]
-        self._out = weights[f"{prefix}.out"]  # [hidden, Hq * D]
+        self._qkv = projection(weights, f"{prefix}.qkv")  # [(Hq + 2 * Hkv) * D + (Hi + 1) * Di, hidden]
+        self._out = projection(weights, f"{prefix}.out")  # [hidden, Hq * D]
         self._q_norm, self._k_norm = weights[f"{prefix}.q_norm"], weights[f"{prefix}.k_norm"]
         self._index_q_norm = weights.get(f"{prefix}.index_q_norm")  # None on a dense layer
         self._index_k_norm = weights.get(f"{prefix}.index_k_norm")

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from server.model.stored_file import LOADABLE_TYPES, FileFault, StoredTensor, UnusableFileError, read_bytes, read_header
-from server.model.weights import Parameter
+from server.model.parameter import Parameter, Piece
+from server.model.stored_file import E4M3_TYPES, FileFault, StoredTensor, UnusableFileError, read_bytes, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -49,7 +49,7 @@ def verify(model_dir: Path, parameters: Sequence[Parameter]) -> dict[str, Stored
 
     Raises:
         CheckpointError: lists files that are missing, truncated, Git-LFS pointers or not safetensors, and tensors that are
-            missing, unexpected, of the wrong shape or of a type that cannot be loaded.
+            missing, unexpected, of the wrong shape or of a type that cannot be loaded or that config.json does not name.
     """
     faults = _Faults()
     index = _read_index(model_dir)
@@ -63,10 +63,10 @@ def verify(model_dir: Path, parameters: Sequence[Parameter]) -> dict[str, Stored
             unusable.add(file_name)
         else:  # of a tensor that several files hold, the index decides which one counts
             stored |= {name: tensor for name, tensor in tensors.items() if index.get(name, file_name) == file_name}
-    needed = {piece.name: piece.shape for parameter in parameters for piece in parameter.pieces}
-    for name, shape in needed.items():
+    needed = {piece.name: piece for parameter in parameters for piece in parameter.stored}
+    for name, piece in needed.items():
         if name in stored:
-            _check_tensor(name, stored[name], shape, faults)
+            _check_tensor(piece, stored[name], faults)
         elif index.get(name, SINGLE_FILE) not in unusable:  # the tensors of an unusable file are not listed one by one
             faults.add("missing tensors", name)
     for name in stored:
@@ -76,11 +76,17 @@ def verify(model_dir: Path, parameters: Sequence[Parameter]) -> dict[str, Stored
     return {name: stored[name] for name in needed}
 
 
-def _check_tensor(name: str, tensor: StoredTensor, shape: tuple[int, ...], faults: _Faults) -> None:
-    if tensor.shape != shape:
-        faults.add("tensors of the wrong shape", f"{name} {list(tensor.shape)} instead of {list(shape)}")
-    if tensor.dtype not in LOADABLE_TYPES:
-        faults.add("tensors of an unsupported type", f"{name} {tensor.dtype}")
+def _check_tensor(piece: Piece, tensor: StoredTensor, faults: _Faults) -> None:
+    if tensor.shape != piece.shape:
+        faults.add("tensors of the wrong shape", f"{piece.name} {list(tensor.shape)} instead of {list(piece.shape)}")
+    if tensor.dtype in piece.types:
+        return
+    if tensor.dtype in E4M3_TYPES:
+        faults.add("FP8 tensors that config.json does not call quantised", piece.name)
+    elif piece.types == E4M3_TYPES:
+        faults.add("tensors that config.json calls MXFP8", f"{piece.name} {tensor.dtype}")
+    else:
+        faults.add("tensors of an unsupported type", f"{piece.name} {tensor.dtype}")
 
 
 def _read_index(model_dir: Path) -> Mapping[str, str]:

@@ -12,6 +12,7 @@ import torch
 
 from server.kvcache.pools import CacheSpec
 from server.model.config_reader import ConfigError, Problems, Section
+from server.model.quantization import Quantization, read_quantization
 from server.model.shard import Shard
 from server.model.text_config import TextConfig, read_text_config
 from server.model.vision_config import VisionConfig, read_vision_config
@@ -21,12 +22,13 @@ __all__ = ["ConfigError", "M3Config", "TextConfig", "VisionConfig", "cache_spec"
 
 @dataclass(frozen=True)
 class M3Config:
-    """Everything the model code needs to know; `vision` is None for a text-only checkpoint."""
+    """Everything the model code needs to know; `vision` is None for a text-only checkpoint, `quantization` without one."""
 
     text: TextConfig
     vision: VisionConfig | None
     image_token_id: int
     video_token_id: int
+    quantization: Quantization | None = None
 
     @classmethod
     def from_file(cls, model_dir: Path) -> "M3Config":
@@ -69,11 +71,7 @@ def _read(root: Section) -> M3Config:
     root.supports("multimodal_projector_bias", [True])
     root.supports("vision_feature_layer", [-1])
     root.supports("vision_feature_select_strategy", ["full"])
-    for holder in (root, root.section("text_config")):
-        quantization = holder.section("quantization_config") if holder else None
-        if quantization:
-            method = quantization.values.get("quant_method")
-            problems.add(quantization.path, f"quant_method {method!r} is not supported (only unquantised weights)")
+    quantization = read_quantization(root)
     section = root.section("text_config")
     if section is None:
         root.missing("text_config")
@@ -87,6 +85,7 @@ def _read(root: Section) -> M3Config:
         vision=vision,
         image_token_id=root.integer("image_token_id", "image_token_index"),
         video_token_id=root.integer("video_token_id", "video_token_index"),
+        quantization=quantization,
     )
     for name, token_id in (("image_token_index", config.image_token_id), ("video_token_index", config.video_token_id)):
         if vision and token_id >= text.vocab_size:

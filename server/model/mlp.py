@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.nn.functional import linear
 
+from server.kernels.linear import linear
 from server.kernels.moe import moe, route
 from server.kernels.swiglu import swiglu_oai
 from server.model.config import TextConfig
+from server.model.quantization import projection
 from server.model.shard import Collective
 
 
@@ -15,8 +16,8 @@ class SwiGlu:
     """`down(swiglu(gate x, up x))` on this rank's share of the width; a partial sum until the ranks are joined."""
 
     def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: TextConfig) -> None:
-        self._gate_up = weights[f"{prefix}.gate_up"]  # [2 * I, hidden]
-        self._down = weights[f"{prefix}.down"]  # [hidden, I]
+        self._gate_up = projection(weights, f"{prefix}.gate_up")  # [2 * I, hidden]
+        self._down = projection(weights, f"{prefix}.down")  # [hidden, I]
         self._config = config
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -44,8 +45,8 @@ class MoeMlp:
     def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: TextConfig, collective: Collective) -> None:
         self._router = weights[f"{prefix}.router"]  # [E, hidden] fp32
         self._correction_bias = weights[f"{prefix}.correction_bias"]  # [E] fp32
-        self._w13 = weights[f"{prefix}.w13"]  # [E, 2 * I, hidden]
-        self._w2 = weights[f"{prefix}.w2"]  # [E, hidden, I]
+        self._w13 = projection(weights, f"{prefix}.w13")  # [E, 2 * I, hidden]
+        self._w2 = projection(weights, f"{prefix}.w2")  # [E, hidden, I]
         self._shared = SwiGlu(weights, f"{prefix}.shared", config)
         self._config = config
         self._collective = collective

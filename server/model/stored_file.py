@@ -12,8 +12,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-# Bytes per element of the types that can be loaded, in the format's spelling.
-LOADABLE_TYPES = {"F32": 4, "BF16": 2, "F16": 2}
+# Types that can be loaded, in the format's spelling.
+FLOAT_TYPES = ("F32", "BF16", "F16")
+E4M3_TYPES = ("F8_E4M3",)
+SCALE_TYPES = ("U8",)
+_BYTES_PER_ELEMENT = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -51,7 +54,7 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         """Size of a tensor of a loadable type."""
-        return math.prod(self.shape) * LOADABLE_TYPES[self.dtype]
+        return math.prod(self.shape) * _BYTES_PER_ELEMENT[self.dtype]
 
 
 def read_bytes(path: Path) -> bytes:

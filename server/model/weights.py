@@ -5,75 +5,42 @@ into one parameter: q | k | v | index q | index k, gate | up, and all experts of
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+
+import torch
 
 from server.model.config import M3Config, TextConfig, VisionConfig
+from server.model.parameter import WHOLE, Parameter, Piece, in_format
 from server.model.shard import Shard
 
-WHOLE = slice(None)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A released tensor and where this rank's part of it goes.
-
-    Attributes:
-        name: released name.
-        shape: released shape.
-        cut: what this rank reads; dimensions left out are read whole.
-        into: index into the parameter, of the shape of what was read.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    cut: tuple[slice, ...] = ()
-    into: tuple[int | slice, ...] = ()
-
-    @property
-    def cut_shape(self) -> tuple[int, ...]:
-        """Shape of what this rank reads."""
-        cut = self.cut + (WHOLE,) * (len(self.shape) - len(self.cut))
-        return tuple(len(range(*part.indices(size))) for part, size in zip(cut, self.shape, strict=True))
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A tensor of the model on one rank.
-
-    Attributes:
-        name: our name, the key under which the model finds it.
-        shape: on this rank.
-        pieces: what fills it, completely.
-        keeps_fp32: fp32 whatever the model dtype is (router and patch projection, stored that way).
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    keeps_fp32: bool = False
+__all__ = ["Parameter", "Piece", "parameters"]
 
 
 def parameters(config: M3Config, shard: Shard) -> tuple[Parameter, ...]:
-    """All parameters of one rank."""
-    found = list(_text(config.text, shard))
+    """All parameters of one rank.
+
+    Raises:
+        ValueError: the model cannot be cut for that many ranks; names what resists.
+    """
+    found = [p for parameter in _text(config.text, shard) for p in in_format(parameter, config.quantization)]
     if config.vision:
         found += _vision(config.vision)
         found += _projector(config.vision, config.text.hidden_size)
     return tuple(found)
 
 
-def _plain(name: str, released: str, *shape: int, keeps_fp32: bool = False) -> Parameter:
-    return Parameter(name, shape, (Piece(released, shape),), keeps_fp32)
+def _plain(name: str, released: str, *shape: int, dtype: torch.dtype | None = None) -> Parameter:
+    return Parameter(name, shape, (Piece(released, shape),), dtype)
 
 
-def _stacked(name: str, pieces: Sequence[Piece]) -> Parameter:
+def _stacked(name: str, pieces: Sequence[Piece], *, is_projection: bool = False) -> Parameter:
     """Pieces below each other: they agree in all dimensions but the first."""
     placed, begin = [], 0
     for piece in pieces:
         end = begin + piece.cut_shape[0]
-        placed.append(Piece(piece.name, piece.shape, piece.cut, (slice(begin, end),)))
+        placed.append(replace(piece, into=(slice(begin, end),)))
         begin = end
-    return Parameter(name, (begin, *pieces[0].cut_shape[1:]), tuple(placed))
+    return Parameter(name, (begin, *pieces[0].cut_shape[1:]), tuple(placed), is_projection=is_projection)
 
 
 def _text(config: TextConfig, shard: Shard) -> Iterator[Parameter]:
@@ -113,25 +80,25 @@ def _attention(ours: str, released: str, config: TextConfig, shard: Shard, is_sp
         ]
         yield _plain(f"{ours}.index_q_norm", f"{released}.index_q_norm.weight", index_dim)
         yield _plain(f"{ours}.index_k_norm", f"{released}.index_k_norm.weight", index_dim)
-    yield _stacked(f"{ours}.qkv", projections)
+    yield _stacked(f"{ours}.qkv", projections, is_projection=True)
     yield _plain(f"{ours}.q_norm", f"{released}.q_norm.weight", dim)
     yield _plain(f"{ours}.k_norm", f"{released}.k_norm.weight", dim)
     out = Piece(f"{released}.o_proj.weight", (hidden, config.num_heads * dim), (WHOLE, *q_rows))
-    yield Parameter(f"{ours}.out", out.cut_shape, (out,))
+    yield Parameter(f"{ours}.out", out.cut_shape, (out,), is_projection=True)
 
 
 def _mlp(ours: str, released: str, hidden: int, width: int, shard: Shard) -> Iterator[Parameter]:
     share = shard.even(width, f"width of {released}")
     gate_up = [Piece(f"{released}.{name}_proj.weight", (width, hidden), (share,)) for name in ("gate", "up")]
     down = Piece(f"{released}.down_proj.weight", (hidden, width), (WHOLE, share))
-    yield _stacked(f"{ours}.gate_up", gate_up)
-    yield Parameter(f"{ours}.down", down.cut_shape, (down,))
+    yield _stacked(f"{ours}.gate_up", gate_up, is_projection=True)
+    yield Parameter(f"{ours}.down", down.cut_shape, (down,), is_projection=True)
 
 
 def _moe(ours: str, released: str, config: TextConfig, shard: Shard) -> Iterator[Parameter]:
     hidden, width, num_experts = config.hidden_size, config.intermediate_size, config.num_experts
-    yield _plain(f"{ours}.router", f"{released}.gate.weight", num_experts, hidden, keeps_fp32=True)
-    yield _plain(f"{ours}.correction_bias", f"{released}.e_score_correction_bias", num_experts, keeps_fp32=True)
+    yield _plain(f"{ours}.router", f"{released}.gate.weight", num_experts, hidden, dtype=torch.float32)
+    yield _plain(f"{ours}.correction_bias", f"{released}.e_score_correction_bias", num_experts, dtype=torch.float32)
     yield from _mlp(f"{ours}.shared", f"{released}.shared_experts", hidden, config.shared_intermediate_size, shard)
     share = shard.even(width, "intermediate_size")
     local = share.stop - share.start
@@ -141,8 +108,8 @@ def _moe(ours: str, released: str, config: TextConfig, shard: Shard) -> Iterator
         w13.append(Piece(f"{expert}.w1.weight", (width, hidden), (share,), (e, slice(0, local))))
         w13.append(Piece(f"{expert}.w3.weight", (width, hidden), (share,), (e, slice(local, 2 * local))))
         w2.append(Piece(f"{expert}.w2.weight", (hidden, width), (WHOLE, share), (e,)))
-    yield Parameter(f"{ours}.w13", (num_experts, 2 * local, hidden), tuple(w13))
-    yield Parameter(f"{ours}.w2", (num_experts, hidden, local), tuple(w2))
+    yield Parameter(f"{ours}.w13", (num_experts, 2 * local, hidden), tuple(w13), is_projection=True)
+    yield Parameter(f"{ours}.w2", (num_experts, hidden, local), tuple(w2), is_projection=True)
 
 
 def _affine(ours: str, released: str, out_width: int, in_width: int) -> Iterator[Parameter]:
@@ -158,7 +125,7 @@ def _layer_norm(ours: str, released: str, width: int) -> Iterator[Parameter]:
 def _vision(config: VisionConfig) -> Iterator[Parameter]:
     root, hidden = "vision_tower.vision_model", config.hidden_size
     patch = (config.num_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-    yield _plain("vision.patch", f"{root}.embeddings.patch_embedding.weight", hidden, *patch, keeps_fp32=True)
+    yield _plain("vision.patch", f"{root}.embeddings.patch_embedding.weight", hidden, *patch, dtype=torch.float32)
     yield from _layer_norm("vision.pre_norm", f"{root}.pre_layrnorm", hidden)
     for layer in range(config.num_layers):
         ours, released = f"vision.layers.{layer}", f"{root}.encoder.layers.{layer}"

@@ -110,7 +110,7 @@ def test_the_released_model_has_the_released_tensors(read, values):
     assert len(pieces) == len({piece.name for piece in pieces}) == 23_416
     assert sum(torch.Size(piece.shape).numel() for piece in pieces) == 427_040_140_160
     assert sum(torch.Size(p.shape).numel() for p in found) == 427_040_140_160
-    assert sum(torch.Size(p.shape).numel() for p in found if p.keeps_fp32) == 46_339_200
+    assert sum(torch.Size(p.shape).numel() for p in found if p.dtype == torch.float32) == 46_339_200
 
 
 def test_the_cache_of_the_released_model(read, values):
@@ -180,10 +180,53 @@ def test_scaled_rope_is_refused_by_name(read, values, key):
         read(values)
 
 
+RELEASED_QUANTIZATION = {
+    "quant_method": "mxfp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [1, 32],
+    "ignored_layers": [
+        "lm_head",
+        "model.embed_tokens",
+        "vision_tower",
+        "multi_modal_projector",
+        "patch_merge_mlp",
+        *(f"language_model.model.layers.{layer}.block_sparse_moe.gate" for layer in range(3, 60)),
+    ],
+}
+
+
 @pytest.mark.parametrize("section", [None, "text_config"])
-def test_quantised_weights_are_refused_by_name(read, values, section):
-    (values[section] if section else values)["quantization_config"] = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
-    with pytest.raises(ConfigError, match="quantization_config: quant_method 'mxfp8' is not supported"):
+def test_the_quantised_release_has_the_released_tensors(read, values, section):
+    (values[section] if section else values)["quantization_config"] = RELEASED_QUANTIZATION
+    found = parameters(read(values), Shard())
+    pieces = [(piece, parameter) for parameter in found for piece in parameter.stored]
+    assert len({piece.name for piece, _ in pieces}) == len(pieces) == 45_838
+    num_bytes = sum(torch.Size(piece.shape).numel() * (p.dtype or torch.bfloat16).itemsize for piece, p in pieces)
+    assert num_bytes == 443_742_085_120
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"quant_method": "fp8"}, "quant_method: 'fp8' is not supported"),
+        ({"quant_method": None}, "quant_method: is missing"),
+        ({"weight_block_size": [128, 128]}, "weight_block_size: .128, 128. is not supported"),
+        ({"activation_scheme": "static"}, "activation_scheme: 'static' is not supported"),
+        ({"ignored_layers": "lm_head"}, "ignored_layers: must be a list of names"),
+        ({"ignored_layers": [3]}, "ignored_layers: must be a list of names"),
+        ({"quantized_layers": {}}, "quantized_layers: is not supported"),
+    ],
+)
+def test_other_quantisations_are_refused_by_name(read, values, change, complaint):
+    values["quantization_config"] = RELEASED_QUANTIZATION | change
+    with pytest.raises(ConfigError, match=f"quantization_config.{complaint}"):
+        read(values)
+
+
+def test_two_quantisations_that_contradict_each_other_are_refused(read, values):
+    values["quantization_config"] = RELEASED_QUANTIZATION
+    values["text_config"]["quantization_config"] = RELEASED_QUANTIZATION | {"ignored_layers": []}
+    with pytest.raises(ConfigError, match=r"text_config.quantization_config: contradicts quantization_config"):
         read(values)
 
 
