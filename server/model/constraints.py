@@ -5,7 +5,7 @@ Only slots with such rules are kept; rows of the others cost a dictionary look-u
 alone. It knows nothing of how a token is drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -135,11 +135,15 @@ class Constraints:
             faults |= self._apply_masks(logits, masked)
         return Constrained(logits, (logits > float("-inf")).any(dim=-1), faults)
 
-    def advance(self, slot: int, token_id: int) -> None:
-        """Take the token that was chosen for a slot."""
+    def need_history(self, rows: Sequence[SamplingRow]) -> bool:
+        """Whether the rules of one of these rows depend on its earlier tokens."""
+        rules = [self._rules.get(row.slot) for row in rows]
+        return any(rule is not None and (rule.cursor is not None or bool(rule.bad_words)) for rule in rules)
+
+    def follower(self, slot: int) -> Callable[[int], None]:
+        """Takes the token that is chosen for the sequence in `slot`, even when the slot is another's by then."""
         rules = self._rules.get(slot)
-        if rules is not None:
-            rules.advance(token_id)
+        return _ignore if rules is None else rules.advance
 
     def _apply_masks(self, logits: Tensor, masked: Sequence[tuple[int, GrammarCursor]]) -> dict[int, str]:
         """Apply the grammars' masks in place; the faults that came up, by row."""
@@ -180,3 +184,7 @@ class Constraints:
 
     def _index(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+
+
+def _ignore(token_id: int) -> None:
+    """The follower of a sequence without rules."""

@@ -107,14 +107,15 @@ class ModelRunner:
         model_input = self._builder.build(chunks)
         embeddings = self._place_media(chunks, media_rows)
         hidden = self._model.forward(model_input.token_ids, model_input.batch, self._pools, embeddings)
-        scores, faults = self._scorer.score(chunks, hidden, self._model.logits)
-        failures += faults
+        scores, unscored = self._scorer.score(chunks, hidden, self._model.logits)
+        failures += unscored
         rows = [SamplingRow(chunk.slot, chunk.start + chunk.num_tokens) for chunk in chunks if chunk.samples]
         if not rows:
             return StepResult((), tuple(failures), tuple(scores))
-        outcome = self._sampler.sample(self._model.logits(hidden[model_input.sample_rows]), rows)
-        self._builder.set_last_tokens([row.slot for row in rows], outcome.token_ids)
-        return StepResult(outcome.sampled, (*failures, *outcome.failures), tuple(scores))
+        pending = self._sampler.launch(self._model.logits(hidden[model_input.sample_rows]), rows)
+        self._builder.set_last_tokens([row.slot for row in rows], pending.token_ids)
+        sampled, faults = pending.wait()
+        return StepResult(sampled, (*failures, *faults), tuple(scores))
 
     def _collect_media(self, chunks: tuple[Chunk, ...]) -> tuple[list[Chunk], list[list[FeatureRows]], list[SlotFailure]]:
         """The chunks whose media could be had, their features, and the failures of the others."""

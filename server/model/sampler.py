@@ -6,8 +6,7 @@ from its own parameters alone; its batch mates cannot change its result. It know
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,19 +28,30 @@ from server.scheduler.plan import NewSequence, SampledToken, SlotFailure
 NOT_FINITE = "the model's output was not finite"
 NO_CHOICE = "the request's rules leave no token to choose"
 
+SampleResult = tuple[tuple[SampledToken, ...], tuple[SlotFailure, ...]]
 
-@dataclass(frozen=True)
-class SamplingOutcome:
-    """Choices for S rows.
+
+class PendingSample:
+    """Choices for S rows that the device may still be making.
 
     Attributes:
-        token_ids: [S] int64 on the device; undefined for failed rows.
-        sampled, failures: together one per row, in order.
+        token_ids: [S] int64 on the device, valid in the order of the stream; undefined for failed rows.
     """
 
-    token_ids: Tensor
-    sampled: tuple[SampledToken, ...]
-    failures: tuple[SlotFailure, ...]
+    def __init__(self, token_ids: Tensor, read: Callable[[], SampleResult]) -> None:
+        self.token_ids = token_ids
+        self._read = read
+        self._result: SampleResult | None = None
+
+    def wait(self) -> SampleResult:
+        """The choices and the failures, together one per row, in order; the grammars of the rows take their tokens.
+
+        Waits for the device. Slots that were released or taken anew in the meantime do not matter. A second call returns
+        the same result and changes nothing.
+        """
+        if self._result is None:
+            self._result = self._read()
+        return self._result
 
 
 class Sampler:
@@ -92,8 +102,15 @@ class Sampler:
         self._slots.pop(slot, None)
         self._constraints.release(slot)
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SamplingOutcome:
-        """Choose one token per row.
+    def needs_history(self, rows: Sequence[SamplingRow]) -> bool:
+        """Whether `launch` for these rows needs the earlier tokens of one of them on the host.
+
+        Then every earlier `PendingSample` must have been waited for.
+        """
+        return self._constraints.need_history(rows)
+
+    def launch(self, logits: Tensor, rows: Sequence[SamplingRow]) -> PendingSample:
+        """Begin to choose one token per row, without waiting for the device.
 
         Args:
             logits: [S, V] fp32, not changed.
@@ -105,17 +122,24 @@ class Sampler:
         has_choice = is_finite if constrained.has_choice is None else constrained.has_choice
         token_ids = self._choose(constrained.logits, rows, states)
         self._count_outputs(token_ids, states)
-        ids, finite, choosable = torch.stack([token_ids, is_finite.to(torch.int64), has_choice.to(torch.int64)]).tolist()
+        flags = torch.stack([token_ids, is_finite.to(torch.int64), has_choice.to(torch.int64)])
         details = self._logprobs(logits, token_ids, states)
-        sampled, failures = [], []
-        for i, row in enumerate(rows):
-            fault = NOT_FINITE if not finite[i] else constrained.faults.get(i, None if choosable[i] else NO_CHOICE)
-            if fault is not None:
-                failures.append(SlotFailure(row.slot, fault))
-                continue
-            self._constraints.advance(row.slot, ids[i])
-            sampled.append(SampledToken(row.slot, ids[i], details.get(i)))
-        return SamplingOutcome(token_ids, tuple(sampled), tuple(failures))
+        advance = [self._constraints.follower(row.slot) for row in rows]
+
+        def read() -> SampleResult:
+            ids, finite, choosable = flags.tolist()
+            logprobs_of = details()
+            sampled, failures = [], []
+            for i, row in enumerate(rows):
+                fault = NOT_FINITE if not finite[i] else constrained.faults.get(i, None if choosable[i] else NO_CHOICE)
+                if fault is not None:
+                    failures.append(SlotFailure(row.slot, fault))
+                    continue
+                advance[i](ids[i])
+                sampled.append(SampledToken(row.slot, ids[i], logprobs_of.get(i)))
+            return tuple(sampled), tuple(failures)
+
+        return PendingSample(token_ids, read)
 
     def _adjust(self, logits: Tensor, states: list[SamplingSlot]) -> Tensor:
         """Bias, then penalties: [S, V]; a copy if anything changes."""
@@ -175,17 +199,24 @@ class Sampler:
                 # Not `output_counts[token_ids[i]] += 1`: indexing with a scalar tensor waits for the device.
                 state.output_counts.index_add_(0, token_ids[i : i + 1], self._one)
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, states: list[SamplingSlot]) -> dict[int, TokenLogprobs]:
-        """By row, for the sequences that asked."""
+    def _logprobs(
+        self, logits: Tensor, token_ids: Tensor, states: list[SamplingSlot]
+    ) -> Callable[[], dict[int, TokenLogprobs]]:
+        """Reads them by row, for the sequences that asked."""
         wanted = {i: state.params.num_logprobs for i, state in enumerate(states) if state.params.num_logprobs is not None}
         if not wanted:
-            return {}
+            return dict
         index = self._tensor(list(wanted), torch.int64)
-        choice, top_ids, top = (part.tolist() for part in logprobs(logits[index], token_ids[index], max(wanted.values())))
-        return {
-            i: TokenLogprobs(choice[n], tuple(top_ids[n][:num_top]), tuple(top[n][:num_top]))
-            for n, (i, num_top) in enumerate(wanted.items())
-        }
+        parts = logprobs(logits[index], token_ids[index], max(wanted.values()))
+
+        def read() -> dict[int, TokenLogprobs]:
+            choice, top_ids, top = (part.tolist() for part in parts)
+            return {
+                i: TokenLogprobs(choice[n], tuple(top_ids[n][:num_top]), tuple(top[n][:num_top]))
+                for n, (i, num_top) in enumerate(wanted.items())
+            }
+
+        return read
 
     def _seed_of(self, sequence: NewSequence) -> int:
         """A signed 64-bit seed; without one in the request it follows from the base seed and the request's id."""

@@ -60,7 +60,7 @@ def test_a_bad_word_is_stopped_at_its_last_token(constraints, logits):
     seen = []
     for token_id in (4, 4, 5):
         seen.append(forbidden(constraints, logits))
-        constraints.advance(0, token_id)
+        constraints.follower(0)(token_id)
     assert seen == [{8}, {8, 5}, {8, 5, 6}]
 
 
@@ -84,7 +84,7 @@ def test_a_released_slot_has_no_rules(constraints, logits):
     admit(constraints, 0, allowed_token_ids=(4,))
     constraints.release(0)
     constraints.release(0)
-    constraints.advance(0, 4)
+    constraints.follower(0)(4)
     assert forbidden(constraints, logits) == set()
 
 

@@ -25,10 +25,11 @@ def sampler_with(*slots, prompt=(1, 2, 3), output=(), base_seed=99):
 
 
 def choose(sampler, logits, slots=(0,), position=3):
-    outcome = sampler.sample(logits[: len(slots)].clone(), [SamplingRow(slot, position) for slot in slots])
-    assert not outcome.failures
-    assert outcome.token_ids.tolist() == [token.token_id for token in outcome.sampled]
-    return outcome.token_ids.tolist()
+    pending = sampler.launch(logits[: len(slots)].clone(), [SamplingRow(slot, position) for slot in slots])
+    sampled, failures = pending.wait()
+    assert not failures
+    assert pending.token_ids.tolist() == [token.token_id for token in sampled]
+    return pending.token_ids.tolist()
 
 
 def params(**values):
@@ -114,9 +115,9 @@ def test_a_row_that_is_not_finite_fails_alone(logits):
     expected = choose(sampler_with(params(seed=1), params(temperature=0), params(top_k=3, seed=2)), logits, (0, 1, 2))
     sampler = sampler_with(params(seed=1), params(temperature=0), params(top_k=3, seed=2))
     logits[1, 7] = math.nan
-    outcome = sampler.sample(logits[:3], [SamplingRow(slot, 3) for slot in range(3)])
-    assert [failure.slot for failure in outcome.failures] == [1]
-    assert [(token.slot, token.token_id) for token in outcome.sampled] == [(0, expected[0]), (2, expected[2])]
+    sampled, failures = sampler.launch(logits[:3], [SamplingRow(slot, 3) for slot in range(3)]).wait()
+    assert [failure.slot for failure in failures] == [1]
+    assert [(token.slot, token.token_id) for token in sampled] == [(0, expected[0]), (2, expected[2])]
 
 
 def test_logprobs_come_from_the_raw_logits_and_only_where_asked(logits):
@@ -125,8 +126,7 @@ def test_logprobs_come_from_the_raw_logits_and_only_where_asked(logits):
         params(seed=1),
         params(temperature=0, num_logprobs=0),
     )
-    outcome = sampler.sample(logits[:3], [SamplingRow(slot, 3) for slot in range(3)])
-    first, second, third = outcome.sampled
+    (first, second, third), _ = sampler.launch(logits[:3], [SamplingRow(slot, 3) for slot in range(3)]).wait()
     expected = torch.log_softmax(logits, dim=-1)
     assert first.token_id == 17
     assert first.logprobs.logprob == pytest.approx(expected[0, 17].item(), abs=1e-5)
@@ -143,7 +143,7 @@ def test_the_logits_are_not_changed(logits):
         params(temperature=0, logit_bias=((17, 100.0),), presence_penalty=1.0, min_tokens=3, stop_token_ids=(4,))
     )
     choose(sampler, logits)
-    sampler.sample(logits[:1], [SamplingRow(0, 4)])
+    sampler.launch(logits[:1], [SamplingRow(0, 4)]).wait()
     assert torch.equal(logits, before)
 
 
@@ -156,3 +156,33 @@ def test_a_slot_starts_afresh_for_its_next_sequence(logits):
     sampler.release(0)
     sampler.admit(NewSequence(0, "next", [1], 1, params(temperature=0), ()))
     assert choose(sampler, logits) == [logits[0].argmax().item()]
+
+
+def test_waiting_twice_gives_the_same_result_and_takes_the_token_once(logits):
+    best, second = logits[0].topk(2).indices.tolist()
+    sampler = sampler_with(params(temperature=0, bad_words=((best, best),)))
+    pending = sampler.launch(logits[:1], [SamplingRow(0, 3)])
+    assert pending.wait() is pending.wait()
+    assert [choose(sampler, logits, position=position) for position in (4, 5)] == [[second], [best]]
+
+
+def test_a_sample_of_a_slot_that_was_given_on_leaves_the_next_sequence_alone(logits):
+    best = int(logits[0].argmax())
+    sampler = sampler_with(params(temperature=0, bad_words=((best, best),)))
+    pending = sampler.launch(logits[:1], [SamplingRow(0, 3)])
+    sampler.release(0)
+    sampler.admit(NewSequence(0, "next", [1, 2, 3], 3, params(temperature=0, bad_words=((best, best),)), ()))
+    sampled, failures = pending.wait()
+    assert [token.token_id for token in sampled] == [best]
+    assert not failures
+    assert choose(sampler, logits) == [best]
+
+
+def test_only_rules_about_earlier_tokens_need_history():
+    sampler = sampler_with(
+        params(),
+        params(min_tokens=5, stop_token_ids=(1,), allowed_token_ids=(1, 2), bad_words=((4,),)),
+        params(bad_words=((4, 5),)),
+    )
+    assert [sampler.needs_history([SamplingRow(slot, 3)]) for slot in range(3)] == [False, False, True]
+    assert sampler.needs_history([SamplingRow(slot, 3) for slot in range(3)])
