@@ -1,4 +1,4 @@
-"""How an engine comes up: device and dtype, the size of the cache, model, runner and scheduler, and a first run.
+"""How an engine comes up: device and dtype, the division of its memory, model, runner and scheduler, and a first run.
 
 Whatever makes a start impossible raises `StartError` with a reason for the operator. It knows neither sockets nor the loop.
 """
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from server.engine_memory import CudaMemory, DeviceMemory, measure
 from server.grammars import GrammarError, GrammarTokenizer
-from server.kvcache.pools import CachePools, CacheSpec
+from server.kvcache.pools import CachePools
 from server.messages import Ready, SamplingParams
 from server.model.checkpoint import CheckpointError
 from server.model.config import ConfigError, M3Config, cache_spec
@@ -21,10 +22,13 @@ from server.model.m3 import M3Model
 from server.model.media_features import PixelReader
 from server.model.progress import Progress
 from server.model.runner import ModelRunner
+from server.model.shard import Shard
 from server.scheduler.config import SchedulerConfig
 from server.scheduler.plan import Chunk, NewSequence, StepPlan
 from server.scheduler.scheduler import Scheduler
 from server.settings import Device, Dtype, Settings
+from server.sizing import GIB, MemoryPlan, MemoryUse, NoRoomError, StepLimits, require_room
+from server.workspaces import estimated_use
 
 logger = logging.getLogger(__name__)
 
@@ -85,36 +89,16 @@ def choose_model_len(settings: Settings, window: int) -> int:
     return settings.max_model_len or window
 
 
-def cache_budget_bytes(settings: Settings, device: torch.device) -> int:
-    """Bytes for the cache, read after the weights are on the device."""
-    if settings.cache_bytes is not None:
-        return settings.cache_bytes
-    if device.type == "cpu":
-        return CPU_CACHE_BYTES
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    reserved_bytes = int(total_bytes * (1 - settings.gpu_memory_utilization))
-    logger.info(
-        "GPU memory: %.1f GiB in all, %.1f free after the weights, %.1f kept for activations",
-        *(num_bytes / (1 << 30) for num_bytes in (total_bytes, free_bytes, reserved_bytes)),
-    )
-    return free_bytes - reserved_bytes
+def build(
+    settings: Settings, read_pixels: PixelReader, progress: Progress | None = None, memory: DeviceMemory | None = None
+) -> EngineParts:
+    """Load the model and build everything around it.
 
-
-def num_cache_pages(settings: Settings, spec: CacheSpec, model_len: int, budget_bytes: int) -> int:
-    """Pages that the budget holds; without `cache_bytes`, no more than all slots could fill."""
-    num_pages = budget_bytes // spec.bytes_per_page
-    if settings.cache_bytes is None:
-        num_pages = min(num_pages, settings.max_num_seqs * -(-model_len // spec.page_size))
-    if num_pages < 1:
-        raise StartError(
-            f"the cache may take {max(budget_bytes, 0)} bytes, but one page of {spec.page_size} tokens takes "
-            f"{spec.bytes_per_page}; raise cache_bytes"
-        )
-    return num_pages
-
-
-def build(settings: Settings, read_pixels: PixelReader, progress: Progress | None = None) -> EngineParts:
-    """Load the model and build everything around it; `progress` follows the load, a bar on stderr when None.
+    Args:
+        settings: the operator's.
+        read_pixels: bytes of media in the slab.
+        progress: follows the load; a bar on stderr if None.
+        memory: the device's. If None, that of the CUDA device; on a CPU nothing is measured.
 
     Raises:
         StartError: settings, checkpoint or memory do not allow it.
@@ -123,40 +107,82 @@ def build(settings: Settings, read_pixels: PixelReader, progress: Progress | Non
     dtype = choose_dtype(settings.dtype, device)
     if device.type == "cpu":
         limit_cpu_threads()
+    elif memory is None:
+        memory = CudaMemory(device)
     try:
         config = M3Config.from_file(settings.model)
+        model_len = choose_model_len(settings, config.text.max_position_embeddings)
+        limits = StepLimits(settings.max_num_seqs, choose_step_tokens(settings, device), model_len)
+        memory_plan = plan_memory(settings, config, device, dtype, limits, memory)
+        is_quantised = config.quantization is not None
+        required = settings.max_model_len or memory_plan.spec.page_size
+        require_room(memory_plan, required, is_quantised=is_quantised)
         model = M3Model.load(settings.model, config, device, dtype, progress=progress)
-    except (ConfigError, CheckpointError) as error:
+        if memory is not None:
+            memory_plan = measure(memory_plan, memory, model, limits)
+            require_room(memory_plan, required, is_quantised=is_quantised)
+    except (ConfigError, CheckpointError, NoRoomError) as error:
         raise StartError(str(error)) from error
+    return assemble(settings, model, memory_plan, limits, read_pixels)
+
+
+def plan_memory(
+    settings: Settings,
+    config: M3Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    limits: StepLimits,
+    memory: DeviceMemory | None,
+) -> MemoryPlan:
+    """The division of the device's memory before anything is loaded; without `memory`, only the cache's size is known."""
     spec = cache_spec(config, dtype)
-    model_len = choose_model_len(settings, config.text.max_position_embeddings)
-    num_pages = num_cache_pages(settings, spec, model_len, cache_budget_bytes(settings, device))
+    max_pages = limits.max_num_seqs * spec.num_pages(limits.max_model_len)  # more would never be used
+    if memory is None:
+        return MemoryPlan(settings.cache_bytes or CPU_CACHE_BYTES, 0, 0, MemoryUse(), spec, max_pages, settings.cache_bytes)
+    total_bytes = memory.total_bytes
+    return MemoryPlan(
+        total_bytes=total_bytes,
+        kept_bytes=int(total_bytes * (1 - settings.gpu_memory_utilization)),
+        taken_bytes=total_bytes - memory.free_bytes(),
+        use=estimated_use(config, Shard(), dtype, limits, choose_feature_cache_bytes(settings, device)),
+        spec=spec,
+        max_pages=max_pages,
+        cache_limit_bytes=settings.cache_bytes,
+    )
+
+
+def assemble(
+    settings: Settings, model: M3Model, memory_plan: MemoryPlan, limits: StepLimits, read_pixels: PixelReader
+) -> EngineParts:
+    """Allocate the cache and put scheduler and runner around it."""
+    spec, num_pages, vocab_size = memory_plan.spec, memory_plan.num_pages, model.config.text.vocab_size
     sizes = SchedulerConfig(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=choose_step_tokens(settings, device),
-        max_model_len=model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
         page_size=spec.page_size,
         num_pages=num_pages,
         enable_prefix_caching=settings.enable_prefix_caching,
     )
     logger.info(
-        "cache: %d pages of %d tokens, %.2f GiB on %s; longest sequence %d tokens",
-        *(num_pages, spec.page_size, num_pages * spec.bytes_per_page / (1 << 30), device, sizes.max_seq_len),
+        "cache: %d pages of %d tokens, %.2f GiB on %s; longest sequence %d tokens, %d of them at a time",
+        *(num_pages, spec.page_size, memory_plan.cache_bytes / GIB, model.device, sizes.max_seq_len),
+        memory_plan.num_sequences(sizes.max_seq_len),
     )
-    grammars = load_grammars(settings.model, config.text.vocab_size)
+    grammars = load_grammars(settings.model, vocab_size)
     runner = ModelRunner(
         model,
-        CachePools(spec, num_pages, device),
+        CachePools(spec, num_pages, model.device),
         max_num_seqs=sizes.max_num_seqs,
         max_model_len=sizes.max_seq_len,
-        vocab_size=config.text.vocab_size,
+        vocab_size=vocab_size,
         read_pixels=read_pixels,
         base_seed=secrets.randbits(63),
-        feature_cache_bytes=choose_feature_cache_bytes(settings, device),
+        feature_cache_bytes=choose_feature_cache_bytes(settings, model.device),
         grammars=grammars,
     )
     warm_up(runner)
-    ready = Ready(num_pages, spec.page_size, sizes.max_seq_len, config.text.vocab_size)
+    ready = Ready(num_pages, spec.page_size, sizes.max_seq_len, vocab_size)
     return EngineParts(Scheduler(sizes), runner, ready, grammars)
 
 

@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from server.kvcache.lanes import Lane
+
 
 @dataclass(frozen=True)
 class CacheSpec:
@@ -48,11 +50,24 @@ class CacheSpec:
         return self.num_layers - self.num_sparse_layers
 
     @property
+    def lane_bytes(self) -> dict[Lane, int]:
+        """Bytes of one page in each lane, all layers."""
+        width = self.page_size * self.dtype.itemsize
+        kv_bytes = 2 * self.num_kv_heads * self.head_dim * width
+        return {
+            Lane.DENSE: self.num_dense_layers * kv_bytes,
+            Lane.INDEX: self.num_sparse_layers * self.index_dim * width,
+            Lane.SPARSE: self.num_sparse_layers * kv_bytes,
+        }
+
+    @property
     def bytes_per_page(self) -> int:
         """Bytes of one page, all layers and lanes."""
-        kv_width = 2 * self.num_kv_heads * self.head_dim
-        width = self.num_layers * kv_width + self.num_sparse_layers * self.index_dim
-        return self.page_size * width * self.dtype.itemsize
+        return sum(self.lane_bytes.values())
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that a sequence of `num_tokens` takes."""
+        return -(-num_tokens // self.page_size)
 
     @cached_property
     def lane_rows(self) -> tuple[int, ...]:

@@ -17,7 +17,9 @@ from server.model.shard import Shard
 from server.model.text_config import TextConfig, read_text_config
 from server.model.vision_config import VisionConfig, read_vision_config
 
-__all__ = ["ConfigError", "M3Config", "TextConfig", "VisionConfig", "cache_spec"]
+__all__ = ["RELEASED_DIR", "ConfigError", "M3Config", "TextConfig", "VisionConfig", "cache_spec"]
+
+RELEASED_DIR = Path(__file__).parent / "released"  # config.json of MiniMaxAI/MiniMax-M3; its list of picture grids is shortened
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,23 @@ import shutil
 import pytest
 import torch
 
+from server.engine_memory import run_largest_steps
 from server.engine_setup import (
     StartError,
     build,
-    cache_budget_bytes,
     choose_device,
     choose_dtype,
     choose_model_len,
     choose_step_tokens,
-    num_cache_pages,
+    plan_memory,
 )
-from server.kvcache.pools import CacheSpec
+from server.model.config import M3Config, cache_spec
+from server.model.m3 import M3Model
 from server.settings import Device, Dtype, load_settings
+from server.sizing import GIB, StepLimits
+from server.workspaces import GRAPHS_BYTES
 
 CPU = torch.device("cpu")
-SPEC = CacheSpec((False, True), num_kv_heads=1, head_dim=8, index_dim=8, page_size=16, dtype=torch.float32)
 
 
 def settings(model="unused", **values):
@@ -28,25 +30,106 @@ def no_pixels(ref):
     raise AssertionError("no request has media")
 
 
-def test_the_cache_is_as_large_as_asked():
-    budget = 10 * SPEC.bytes_per_page + 1
-    chosen = settings(cache_bytes=budget, max_num_seqs=1)
-    assert cache_budget_bytes(chosen, CPU) == budget
-    assert num_cache_pages(chosen, SPEC, 16, budget) == 10
+def cpu_plan(chosen, checkpoint, model_len):
+    limits = StepLimits(chosen.max_num_seqs, 512, model_len)
+    return plan_memory(chosen, M3Config.from_file(checkpoint), CPU, torch.float32, limits, None)
 
 
-def test_a_cache_without_a_size_is_one_gibibyte_but_no_more_than_can_be_used():
-    chosen = settings(max_num_seqs=3)
-    budget = cache_budget_bytes(chosen, CPU)
-    assert budget == 1 << 30
-    assert num_cache_pages(chosen, SPEC, 33, budget) == 3 * 3
-    assert num_cache_pages(chosen, SPEC, 1 << 30, budget) == (1 << 30) // SPEC.bytes_per_page
+def test_the_cache_is_as_large_as_asked(checkpoint):
+    page_bytes = cache_spec(M3Config.from_file(checkpoint), torch.float32).bytes_per_page
+    assert cpu_plan(settings(cache_bytes=10 * page_bytes + 1, max_num_seqs=1), checkpoint, 16).num_pages == 10
 
 
-@pytest.mark.parametrize("budget", [-5, 0, SPEC.bytes_per_page - 1])
-def test_a_cache_without_room_for_a_page_is_refused_with_both_numbers(budget):
-    with pytest.raises(StartError, match=rf"{max(budget, 0)} bytes.*{SPEC.bytes_per_page}"):
-        num_cache_pages(settings(cache_bytes=1), SPEC, 16, budget)
+def test_a_cache_without_a_size_is_one_gibibyte_but_no_more_than_can_be_used(checkpoint):
+    page_bytes = cache_spec(M3Config.from_file(checkpoint), torch.float32).bytes_per_page
+    assert cpu_plan(settings(max_num_seqs=3), checkpoint, 33).num_pages == 3 * 3
+    assert cpu_plan(settings(max_num_seqs=3), checkpoint, 1 << 30).num_pages == GIB // page_bytes
+
+
+def test_a_cache_without_room_for_a_page_is_refused_with_both_numbers(checkpoint):
+    with pytest.raises(StartError, match=r"a sequence of 16 tokens \d.*cache_bytes is 1\b.*cache_bytes \d+ or more"):
+        build(settings(checkpoint, cache_bytes=1, device="cpu"), no_pixels)
+
+
+def test_a_length_that_was_asked_for_must_fit(checkpoint):
+    with pytest.raises(StartError, match=r"a sequence of 5,000 tokens.*max_model_len \d+ or less"):
+        build(settings(checkpoint, cache_bytes=200_000, max_model_len=5000, device="cpu"), no_pixels)
+
+
+class FakeMemory:
+    """A device of which the weights take `weights_bytes`; steps are run for real and said to take `step_bytes`."""
+
+    def __init__(self, total_bytes, weights_bytes=30_000_000, step_bytes=7_000_000, taken_bytes=1_000_000):
+        self.total_bytes = total_bytes
+        self.num_reads = 0
+        self.num_profiles = 0
+        self._weights_bytes, self._step_bytes, self._taken_bytes = weights_bytes, step_bytes, taken_bytes
+
+    def free_bytes(self):
+        self.num_reads += 1
+        return self.total_bytes - self._taken_bytes - (self._weights_bytes if self.num_reads > 1 else 0)
+
+    def peak_bytes(self, work):
+        work()
+        self.num_profiles += 1
+        return self._step_bytes
+
+
+GPU_LIKE = {"device": "cpu", "media_feature_cache_bytes": 5_000_000, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+
+
+def test_what_the_steps_took_decides_the_cache(checkpoint, caplog):
+    caplog.set_level("INFO")
+    memory = FakeMemory(3 * GIB)
+    parts = build(settings(checkpoint, gpu_memory_utilization=0.5, max_model_len=200, **GPU_LIKE), no_pixels, memory=memory)
+    assert memory.num_profiles == 1
+    assert parts.ready.num_pages == 4 * -(-200 // 16)  # all that four slots can fill
+    left_bytes = 3 * GIB - 3 * GIB // 2 - 1_000_000 - 30_000_000 - 7_000_000 - GRAPHS_BYTES - 5_000_000
+    assert f"{left_bytes / GIB:.2f}  left for the cache" in caplog.text
+    small = FakeMemory(2 * GIB)
+    config = M3Config.from_file(checkpoint)
+    spec = cache_spec(config, torch.float32)
+    room = 2 * GIB - GIB // 4 - 1_000_000 - 30_000_000 - 7_000_000 - GRAPHS_BYTES - 5_000_000
+    crowd = settings(checkpoint, gpu_memory_utilization=0.875, **{**GPU_LIKE, "max_num_seqs": 32})
+    assert build(crowd, no_pixels, memory=small).ready.num_pages == min(room // spec.bytes_per_page, 32 * 8192 // 16)
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(checkpoint, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(M3Model, "load", refuse)
+    memory = FakeMemory(GIB)
+    with pytest.raises(StartError, match=r"GiB of memory are missing.*weights.*workspaces.*more GPUs"):
+        build(settings(checkpoint, **GPU_LIKE), no_pixels, memory=memory)
+    assert memory.num_profiles == 0
+
+
+def test_steps_that_take_more_than_estimated_end_the_start_with_a_reason(checkpoint):
+    with pytest.raises(StartError, match=r"workspaces 2\.00 GiB"):
+        build(settings(checkpoint, **GPU_LIKE), no_pixels, memory=FakeMemory(3 * GIB, step_bytes=2 * GIB))
+
+
+def test_the_largest_steps_are_as_large_as_steps_can_be(model):
+    spec = cache_spec(model.config, model.dtype)
+    seen = []
+
+    class Watched:
+        config, device, dtype, media_segment_len = model.config, model.device, model.dtype, model.media_segment_len
+
+        def encode_media(self, items):
+            seen.append(("pictures", sum(item.shape[1] * item.shape[2] // 28**2 for item in items)))
+            return model.encode_media([item[:, :56, :56] for item in items])
+
+        def forward(self, token_ids, batch, pools, embeddings=None):
+            seen.append((len(token_ids), len(batch.seq_lens), batch.max_seq_len, pools.num_pages))
+            return model.forward(token_ids, batch, pools, embeddings)
+
+        def logits(self, hidden):
+            return model.logits(hidden)
+
+    run_largest_steps(Watched(), spec, StepLimits(max_num_seqs=3, max_num_batched_tokens=48, max_model_len=100))
+    assert seen == [("pictures", 576), (48, 1, 100, 1), (3, 3, 100, 1)]
 
 
 def test_the_sequence_length_is_the_settings_or_the_window():

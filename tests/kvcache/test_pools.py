@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from server.kvcache.lanes import Lane
 from server.kvcache.pools import CachePools, CacheSpec
 
 SPEC = CacheSpec(
@@ -17,14 +18,16 @@ def pools():
 
 
 def test_bytes_per_page_is_what_the_lanes_take(pools):
-    total = sum(lane.numel() * lane.element_size() for lane in (pools.dense, pools.index, pools.sparse))
-    assert total == 3 * SPEC.bytes_per_page
+    lanes = {Lane.DENSE: pools.dense, Lane.INDEX: pools.index, Lane.SPARSE: pools.sparse}
+    assert {lane: tensor.nbytes for lane, tensor in lanes.items()} == {lane: 3 * size for lane, size in SPEC.lane_bytes.items()}
+    assert 3 * SPEC.bytes_per_page == sum(tensor.nbytes for tensor in lanes.values())
 
 
 def test_the_released_model_takes_137472_bytes_per_token():
     spec = CacheSpec(
         (False,) * 3 + (True,) * 57, num_kv_heads=4, head_dim=128, index_dim=128, page_size=128, dtype=torch.bfloat16
     )
+    assert spec.lane_bytes == {Lane.DENSE: 128 * 6_144, Lane.INDEX: 128 * 14_592, Lane.SPARSE: 128 * 116_736}
     assert spec.bytes_per_page == 128 * 137_472
 
 

@@ -1,16 +1,15 @@
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-from server.model.config import ConfigError, M3Config, TextConfig, VisionConfig, cache_spec
+from server.model.config import RELEASED_DIR, ConfigError, M3Config, TextConfig, VisionConfig, cache_spec
 from server.model.shard import Shard
 from server.model.weights import parameters
 from tests.oracle import tiny_config
 
-RELEASED = json.loads((Path(__file__).parent / "released_config.json").read_text())
+RELEASED = json.loads((RELEASED_DIR / "config.json").read_text())
 
 
 @pytest.fixture

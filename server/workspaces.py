@@ -1,0 +1,95 @@
+"""Estimates of what a step takes on a GPU for a moment, for sizing before anything runs.
+
+An engine measures it when it starts; these formulas say beforehand whether a start makes sense. They count the largest tensors
+that live at the same time, one layer's, as the kernels allocate them; see docs/kernels.md.
+"""
+
+import torch
+
+from server.model.config import M3Config
+from server.model.shard import Shard
+from server.model.weights import parameters
+from server.sizing import MemoryUse, StepLimits, weights_bytes
+
+CONTEXT_BYTES = 1 << 30
+"""The CUDA context, loaded kernels and NCCL's buffers."""
+
+GRAPHS_BYTES = 1 << 30
+"""Kept for captured decode steps until they are captured."""
+
+_LOGIT_BYTES = 40  # per logit: fp32 before and after adjustment, sorted values and int64 ranks, probabilities, noise
+_STREAM_TENSORS = 4  # [T, hidden]: residual, its sum, the normed input and the sublayer's output
+
+
+def workspace_bytes(config: M3Config, shard: Shard, itemsize: int, limits: StepLimits) -> int:
+    """Peak of the largest step of one rank.
+
+    Args:
+        config: of the checkpoint.
+        shard: the rank.
+        itemsize: bytes per activation.
+        limits: the largest steps.
+
+    Raises:
+        ValueError: the model cannot be cut for that many ranks.
+    """
+    text = config.text
+    num_tokens = limits.max_num_batched_tokens
+    num_samples = min(limits.max_num_seqs, num_tokens)
+    stream = _STREAM_TENSORS * num_tokens * text.hidden_size * itemsize
+    layer = max(_attention(config, shard, itemsize, limits), _mlp(config, shard, itemsize, num_tokens))
+    return max(stream + layer, num_samples * text.vocab_size * _LOGIT_BYTES, _vision(config, itemsize, num_tokens))
+
+
+def _attention(config: M3Config, shard: Shard, itemsize: int, limits: StepLimits) -> int:
+    """Projections, block scores and the partial results of page-major sparse attention."""
+    text = config.text
+    num_kv_heads = _len(shard.kv_heads(text.num_kv_heads))
+    query_width = _len(shard.even(text.num_heads, "num_attention_heads")) * text.head_dim
+    index_width = num_kv_heads * text.index_dim
+    projected = 3 * query_width + 2 * index_width + 2 * num_kv_heads * text.head_dim + text.index_dim
+    num_blocks = -(-limits.max_model_len // text.block_size)
+    scores = 4 * num_kv_heads * num_blocks * 17 // 16  # fp32, and the maximum of every 16 blocks
+    num_places = text.topk_blocks - 1  # blocks besides the own one
+    partials = num_places * (query_width * itemsize + num_kv_heads * 16)  # with log-sum-exp and work lists
+    return limits.max_num_batched_tokens * (projected * itemsize + max(scores, partials))
+
+
+def _mlp(config: M3Config, shard: Shard, itemsize: int, num_tokens: int) -> int:
+    """Gate, up and activation of every (token, expert) pair, and each pair's output; or the dense MLP."""
+    text = config.text
+    pair = 3 * _len(shard.even(text.intermediate_size, "intermediate_size")) + text.hidden_size
+    dense = 3 * _len(shard.even(text.dense_intermediate_size, "dense_intermediate_size"))
+    per_token = max(text.num_experts_per_token * pair, dense)
+    return num_tokens * per_token * itemsize
+
+
+def _len(share: slice) -> int:
+    return int(share.stop - share.start)
+
+
+def _vision(config: M3Config, itemsize: int, num_tokens: int) -> int:
+    """Encoding as many patches as a step's tokens stand for."""
+    vision = config.vision
+    if vision is None:
+        return 0
+    patch = vision.num_channels * vision.temporal_patch_size * vision.patch_size**2
+    per_patch = 4 * (patch + vision.hidden_size) + itemsize * (8 * vision.hidden_size + 2 * vision.intermediate_size)
+    return num_tokens * vision.spatial_merge_size**2 * per_patch
+
+
+def estimated_use(
+    config: M3Config, shard: Shard, dtype: torch.dtype, limits: StepLimits, feature_cache_bytes: int
+) -> MemoryUse:
+    """What one rank will hold beside the cache.
+
+    Raises:
+        ValueError: the model cannot be cut for that many ranks.
+    """
+    tables = 4 * config.text.max_position_embeddings * config.text.rotary_dim  # cosines and sines of every position, fp32
+    return MemoryUse(
+        weights=weights_bytes(parameters(config, shard), dtype) + tables,
+        workspaces=workspace_bytes(config, shard, dtype.itemsize, limits),
+        graphs=GRAPHS_BYTES,
+        features=feature_cache_bytes,
+    )
