@@ -1,8 +1,9 @@
 """The engine process, `python -m server.engine`: the loop between the channel, the scheduler and the runner.
 
-One pass is four calls: drain the inbox, `schedule()`, `execute()`, `commit()`. A step that raises costs the sequences in it
-and nothing else, unless the device is lost or steps keep failing: then the process exits with a code, and the front answers
-for it. The process lives as long as its standard input: the front holds the other end.
+One pass is three calls: drain the inbox, `schedule()`, and `advance()`, which launches the step and commits the one before it
+(`engine_steps.py`). A step that raises costs the sequences in it and nothing else, unless the device is lost or steps keep
+failing: then the process exits with a code, and the front answers for it. The process lives as long as its standard input:
+the front holds the other end.
 """
 
 import faulthandler
@@ -12,20 +13,17 @@ import signal
 import sys
 import threading
 import time
-from typing import Protocol
-
-import torch
 
 from server.engine_grammars import GrammarQueue
 from server.engine_launch import EngineLaunch
 from server.engine_setup import EngineParts, StartError, build
+from server.engine_steps import Runner, StepPipeline
 from server.heartbeat import STACKS_SIGNAL, Heartbeat
 from server.load_progress import LoadProgress
 from server.media.slab import SlabReader
 from server.messages import Abort, Failed, FailureKind, RequestEvent, Shutdown, SlabRef, Started, StartFailed, Submit
 from server.model.grammar import GrammarCompiler
 from server.model.media_features import MediaFeaturesError, PixelReader, Pixels
-from server.scheduler.plan import StepPlan, StepResult
 from server.scheduler.scheduler import Scheduler
 from server.transport import EngineChannel
 
@@ -34,22 +32,9 @@ logger = logging.getLogger(__name__)
 BUSY_STATS_PERIOD_S = 0.2
 IDLE_STATS_PERIOD_S = 0.5
 COMPILE_POLL_S = 0.002
-MAX_FAILED_STEPS = 3
 # Numbers in the log-probabilities of a prompt. They leave in one message; at 14 bytes each it stays well below the
 # transport's limit, beyond which sending would end the engine.
 MAX_PROMPT_LOGPROBS = 8_000_000
-STEP_FAILED = "the model could not compute the step of this request"
-
-
-class Runner(Protocol):
-    """What the loop asks of a model runner."""
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step."""
-
-
-class EngineFailedError(Exception):
-    """The engine cannot serve any more."""
 
 
 class Engine:
@@ -63,6 +48,7 @@ class Engine:
         vocab_size: int,
         grammars: GrammarCompiler | None = None,
         heartbeat: Heartbeat | None = None,
+        overlap_steps: bool = False,
     ) -> None:
         """Take over the parts.
 
@@ -73,14 +59,14 @@ class Engine:
             vocab_size: number of rows of the model's embedding; no token id may reach it.
             grammars: the runner's; without it, requests with a grammar are refused.
             heartbeat: where steps are noted for the front.
+            overlap_steps: plan and launch a step while the one before it runs.
         """
         self._grammars = GrammarQueue(grammars)
         self._channel = channel
         self._vocab_size = vocab_size
         self._scheduler = scheduler
-        self._runner = runner
         self._heartbeat = heartbeat or Heartbeat()
-        self._num_failed_steps = 0
+        self._steps = StepPipeline(scheduler, runner, channel.send, self._heartbeat, overlap=overlap_steps)
         self._next_stats_s = time.monotonic()
 
     def run(self) -> None:
@@ -92,16 +78,17 @@ class Engine:
         while self._drain_inbox():
             self._add_compiled()
             plan = self._scheduler.schedule()
+            if plan is not None:
+                self._channel.send([Started(new.request_id) for new in plan.new_sequences])
+            self._steps.advance(plan)
             if plan is None:
                 self._heartbeat.idle()
-            else:
-                self._channel.send([Started(new.request_id) for new in plan.new_sequences])
-                self._step(plan)
             self._report(BUSY_STATS_PERIOD_S if plan is not None else IDLE_STATS_PERIOD_S)
 
     def _drain_inbox(self) -> bool:
         """Hand the front's messages to the scheduler; blocks while there is nothing to do. False after `Shutdown`."""
-        timeout_s = 0.0 if self._scheduler.has_work else max(0.0, self._next_stats_s - time.monotonic())
+        is_busy = self._scheduler.has_work or self._steps
+        timeout_s = 0.0 if is_busy else max(0.0, self._next_stats_s - time.monotonic())
         if self._grammars:
             timeout_s = min(timeout_s, COMPILE_POLL_S)
         for message in self._channel.receive(timeout_s):
@@ -137,22 +124,6 @@ class Engine:
         """Hand the requests to the scheduler whose grammars are compiled now."""
         for held in self._grammars.take_ready():
             self._channel.send([held] if isinstance(held, Failed) else self._scheduler.add(held))
-
-    def _step(self, plan: StepPlan) -> None:
-        self._heartbeat.step_started()
-        try:
-            result = self._runner.execute(plan)
-        except Exception as error:
-            logger.exception("step %d failed", plan.step_id)
-            self._channel.send(self._scheduler.fail(plan, STEP_FAILED))
-            self._num_failed_steps += 1
-            if isinstance(error, torch.AcceleratorError) or self._num_failed_steps >= MAX_FAILED_STEPS:
-                raise EngineFailedError(f"{self._num_failed_steps} steps in a row failed, the last with: {error}") from error
-            return
-        finally:
-            self._heartbeat.step_ended(sum(chunk.num_tokens for chunk in plan.chunks))
-        self._num_failed_steps = 0
-        self._channel.send(self._scheduler.commit(plan, result))
 
     def _report(self, period_s: float) -> None:
         now_s = time.monotonic()
@@ -220,7 +191,10 @@ def main() -> int:
         parts = start(launch, channel, heartbeat)
         if parts is None:
             return 1
-        Engine(channel, parts.scheduler, parts.runner, parts.ready.vocab_size, parts.grammars, heartbeat).run()
+        engine = Engine(
+            channel, parts.scheduler, parts.runner, parts.ready.vocab_size, parts.grammars, heartbeat, parts.overlap_steps
+        )
+        engine.run()
     except Exception:
         logger.exception("the engine leaves")
         return 1

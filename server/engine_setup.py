@@ -52,12 +52,14 @@ class EngineParts:
         runner: warm.
         ready: the limits to announce.
         grammars: shared with the runner; None when the checkpoint's tokenizer cannot be used for grammars.
+        overlap_steps: plan and launch a step while the one before it runs.
     """
 
     scheduler: Scheduler
     runner: ModelRunner
     ready: Ready
     grammars: GrammarCompiler | None
+    overlap_steps: bool
 
 
 def choose_device(setting: Device) -> torch.device:
@@ -183,7 +185,7 @@ def assemble(
     )
     warm_up(runner)
     ready = Ready(num_pages, spec.page_size, sizes.max_seq_len, vocab_size)
-    return EngineParts(Scheduler(sizes), runner, ready, grammars)
+    return EngineParts(Scheduler(sizes), runner, ready, grammars, choose_overlap(settings, model.device))
 
 
 def load_grammars(model_dir: Path, vocab_size: int) -> GrammarCompiler | None:
@@ -202,6 +204,11 @@ def choose_step_tokens(settings: Settings, device: torch.device) -> int:
     if num_tokens < settings.max_num_seqs:
         raise StartError(f"max_num_batched_tokens is {num_tokens}, but max_num_seqs is {settings.max_num_seqs}")
     return num_tokens
+
+
+def choose_overlap(settings: Settings, device: torch.device) -> bool:
+    """Whether steps overlap; where host and device are one there is nothing to hide."""
+    return device.type == "cuda" if settings.overlap_steps is None else settings.overlap_steps
 
 
 def choose_feature_cache_bytes(settings: Settings, device: torch.device) -> int:

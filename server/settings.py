@@ -97,6 +97,9 @@ class Settings(BaseSettings):
         0.9, description="share of the GPU's memory that weights and cache may take when cache_bytes is unset"
     )
     enable_prefix_caching: bool = Field(True, description="reuse whole pages of equal prefixes")
+    overlap_steps: bool | None = Field(
+        None, description="plan and launch a step while the one before it runs; on with a GPU and off on a CPU if unset"
+    )
     max_queued_requests: PositiveInt = Field(1024, description="requests that may wait; beyond it 429")
     max_queued_tokens: PositiveInt | None = Field(
         None, description="prompt tokens that may wait for their first step; beyond it 429; eight windows if unset"

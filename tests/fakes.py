@@ -65,13 +65,30 @@ class _Slot:
     page_ids: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class FakeStep:
+    """A step whose end is known; `log` takes note when somebody waits for it."""
+
+    step_id: int
+    outcome: StepResult | Exception
+    log: list[tuple[str, int]]
+
+    def wait(self) -> StepResult:
+        self.log.append(("wait", self.step_id))
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
 class FakeRunner:
     """Executes plans; asserts what a plan promises.
 
     Attributes:
         num_tokens_computed: over all steps.
         failing: called with a chunk and its request's id; True makes the result carry a `SlotFailure` for it.
-        crashing: makes the next `execute` raise `RuntimeError` after the plan's bookkeeping, with nothing computed.
+        crashing: makes the next launch raise `RuntimeError` after the plan's bookkeeping, with nothing computed.
+        errors: by step id, what waiting for it raises; nothing is computed then either.
+        log: launches and waits, with the ids of their steps.
     """
 
     def __init__(self, num_slots: int, num_pages: int, page_size: int, vocab_size: int = 64) -> None:
@@ -83,15 +100,27 @@ class FakeRunner:
         self.num_tokens_computed = 0
         self.failing: Callable[[Chunk, str], bool] = lambda chunk, request_id: False
         self.crashing = False
+        self.errors: dict[int, Exception] = {}
+        self.log: list[tuple[str, int]] = []
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FakeStep:
         """Run one step: all writes, then all reads."""
+        self.log.append(("launch", plan.step_id))
         self._update_slots(plan)
-        if self.crashing:
-            self.crashing = False
+        error = self.errors.get(plan.step_id)
+        if self.crashing or error is not None:
             for chunk in plan.chunks:
                 self.slots[chunk.slot].token_ids += [0] * chunk.samples  # a next step may be planned on top already
+        if self.crashing:
+            self.crashing = False
             raise RuntimeError("the step failed")
+        return FakeStep(plan.step_id, error or self._run(plan), self.log)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step to its end."""
+        return self.launch(plan).wait()
+
+    def _run(self, plan: StepPlan) -> StepResult:
         for chunk in plan.chunks:
             self._compute(chunk)
         sampled, failures = [], []

@@ -1,7 +1,8 @@
 """Persistent state of the runner's slots, and the attention batch of a step built from it.
 
 A slot holds the token ids that its sequence came with, the token sampled last, and its page table. Later tokens never come
-from the host: a decode step reads its input from `last_token` on the device. It knows neither the model nor sampling.
+from the host: a decode step reads its input from `last_token` on the device. What a step needs from the host goes there in one
+copy. It knows neither the model nor sampling.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,8 @@ from torch import Tensor
 from server.kernels.attention_batch import AttentionBatch
 from server.scheduler.plan import Chunk, NewSequence
 
+SAMPLED = -1  # in place of a token id: the one sampled last
+
 
 @dataclass(frozen=True)
 class ModelInput:
@@ -21,12 +24,12 @@ class ModelInput:
     Attributes:
         token_ids: [T] int64.
         batch: positions, pages and lengths; sequence b belongs to chunk b.
-        sample_rows: [S] int64, rows of T after which a token is sampled, in the order of the chunks.
+        slots: [B] int64, of the chunks.
     """
 
     token_ids: Tensor
     batch: AttentionBatch
-    sample_rows: Tensor
+    slots: Tensor
 
 
 class BatchBuilder:
@@ -41,6 +44,7 @@ class BatchBuilder:
         self._num_pages = [0] * max_num_seqs
         self._page_table = torch.zeros((max_num_seqs, max_pages), dtype=torch.int32, device=device)
         self._last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._sampled = torch.tensor([SAMPLED])
 
     def admit(self, sequence: NewSequence) -> None:
         """Take the slot; its page table starts empty."""
@@ -62,6 +66,8 @@ class BatchBuilder:
         page_ids: list[int] = []
         fresh: list[int] = []
         for chunk in chunks:
+            if not chunk.new_page_ids:
+                continue
             num_valid = -(-chunk.start // self._page_size)
             for column, page_id in enumerate(chunk.new_page_ids, start=self._num_pages[chunk.slot]):
                 slots.append(chunk.slot)
@@ -71,26 +77,27 @@ class BatchBuilder:
                     fresh.append(page_id)
             self._num_pages[chunk.slot] += len(chunk.new_page_ids)
         if page_ids:
-            where = self._to_device(torch.tensor([slots, columns]))
-            self._page_table[where[0], where[1]] = self._to_device(torch.tensor(page_ids, dtype=torch.int32))
+            entries = self.to_device(torch.tensor([slots, columns, page_ids]))
+            self._page_table[entries[0], entries[1]] = entries[2].to(torch.int32)
         return fresh
 
     def build(self, chunks: Sequence[Chunk]) -> ModelInput:
         """The input of a step over `chunks` (at least one, single-token chunks first)."""
-        lengths = [chunk.num_tokens for chunk in chunks]
-        num_decodes = sum(length == 1 for length in lengths)
-        seq_lens = [chunk.start + chunk.num_tokens for chunk in chunks]
-        host = torch.tensor([[chunk.slot for chunk in chunks], [chunk.start for chunk in chunks], lengths])
-        ends = host[2].cumsum(0)
-        samples = torch.tensor([chunk.samples for chunk in chunks])
-        slots, starts, counts, ends_on_device = self._to_device(torch.cat([host, ends[None]])).unbind(0)  # [B] each
-        query_start = torch.nn.functional.pad(ends_on_device, (1, 0))
-        num_tokens = sum(lengths)
-        sequence_of_token = torch.arange(len(chunks), device=self._device).repeat_interleave(counts, output_size=num_tokens)
-        offsets = torch.arange(num_tokens, device=self._device) - query_start[sequence_of_token]
-        positions = starts[sequence_of_token] + offsets
-        num_columns = -(-max(seq_lens) // self._page_size)
-        page_table = self._page_table[slots, :num_columns]
+        max_seq_len = max(chunk.start + chunk.num_tokens for chunk in chunks)
+        if chunks[-1].num_tokens == 1:
+            return self.decode_input(self.to_device(self.pack_decodes(chunks)), max_seq_len)
+        num_chunks, num_tokens = len(chunks), sum(chunk.num_tokens for chunk in chunks)
+        num_decodes = sum(chunk.num_tokens == 1 for chunk in chunks)
+        host = torch.tensor([[chunk.slot, chunk.start, chunk.num_tokens] for chunk in chunks]).T
+        query_start = torch.nn.functional.pad(host[2].cumsum(0), (1, 0))
+        packed = torch.cat([host.flatten(), query_start, *map(self._known_token_ids, chunks)])
+        sizes = [num_chunks] * 3 + [num_chunks + 1, num_tokens]
+        slots, starts, counts, query_start, token_ids = torch.split(self.to_device(packed), sizes)
+        head = token_ids[:num_decodes]
+        torch.where(head == SAMPLED, self._last_token[slots[:num_decodes]], head, out=head)
+        sequence_of_token = torch.arange(num_chunks, device=self._device).repeat_interleave(counts, output_size=num_tokens)
+        positions = torch.arange(num_tokens, device=self._device) + (starts - query_start[:-1])[sequence_of_token]
+        page_table = self._page_table[slots, : -(-max_seq_len // self._page_size)]
         pages = page_table[sequence_of_token, positions // self._page_size].to(torch.int64)
         batch = AttentionBatch(
             positions=positions,
@@ -100,30 +107,65 @@ class BatchBuilder:
             page_table=page_table,
             sequence_of_token=sequence_of_token.to(torch.int32),
             num_decodes=num_decodes,
-            max_query_len=max(lengths),
-            max_seq_len=max(seq_lens),
+            max_query_len=max(chunk.num_tokens for chunk in chunks),
+            max_seq_len=max_seq_len,
             page_size=self._page_size,
         )
-        return ModelInput(self._gather_token_ids(chunks, num_decodes, slots), batch, self._to_device(ends[samples] - 1))
+        return ModelInput(token_ids, batch, slots)
 
-    def set_last_tokens(self, slots: Sequence[int], token_ids: Tensor) -> None:
-        """Remember the tokens just sampled: `token_ids` [S] int64 on the device."""
-        self._last_token[self._to_device(torch.tensor(slots))] = token_ids
+    def pack_decodes(self, chunks: Sequence[Chunk], num_rows: int | None = None) -> Tensor:
+        """What `decode_input` needs of single-token chunks: [4, num_rows] int64 on the host.
 
-    def _gather_token_ids(self, chunks: Sequence[Chunk], num_decodes: int, slots: Tensor) -> Tensor:
-        """[T] int64: tokens the sequence came with from the host, sampled ones from the device."""
-        known = [self._token_ids[chunk.slot][chunk.start : chunk.start + chunk.num_tokens] for chunk in chunks]
-        is_sampled = [part.numel() == 0 for part in known]
-        placeholder = torch.zeros(1, dtype=torch.int64)
-        token_ids = torch.cat([placeholder if empty else part for part, empty in zip(known, is_sampled, strict=True)])
-        token_ids = self._to_device(token_ids)
-        if any(is_sampled):
-            head = slice(0, num_decodes)
-            from_device = self._to_device(torch.tensor(is_sampled[head]))
-            token_ids[head] = torch.where(from_device, self._last_token[slots[head]], token_ids[head])
-        return token_ids
+        The rows are slots, positions, token ids and whether the token is written to the cache. Rows beyond the chunks repeat
+        the shortest sequence, which costs the least, and write nothing.
+        """
+        columns = [(chunk.slot, chunk.start, self._token_id(chunk), 1) for chunk in chunks]
+        if num_rows is not None and num_rows > len(columns):
+            slot, start, token_id, _ = min(columns, key=lambda column: column[1])
+            columns += [(slot, start, token_id, 0)] * (num_rows - len(columns))
+        return torch.tensor(columns).T
 
-    def _to_device(self, host: Tensor) -> Tensor:
+    def decode_input(self, packed: Tensor, max_seq_len: int) -> ModelInput:
+        """The input of a step over single-token chunks; only the device is busy, so a graph can capture it.
+
+        Args:
+            packed: [4, B] int64 from `pack_decodes`, on the device.
+            max_seq_len: bound of the sequences' lengths.
+        """
+        slots, positions, given, is_written = packed.unbind(0)
+        num_rows = slots.shape[0]
+        page_table = self._page_table[slots, : -(-max_seq_len // self._page_size)]
+        pages = page_table.gather(1, (positions // self._page_size)[:, None]).squeeze(1).to(torch.int64)
+        rows = torch.arange(num_rows + 1, dtype=torch.int32, device=self._device)
+        batch = AttentionBatch(
+            positions=positions,
+            slot_mapping=torch.where(is_written == 1, pages * self._page_size + positions % self._page_size, -1),
+            query_start=rows,
+            seq_lens=(positions + 1).to(torch.int32),
+            page_table=page_table,
+            sequence_of_token=rows[:num_rows],
+            num_decodes=num_rows,
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+            page_size=self._page_size,
+        )
+        return ModelInput(torch.where(given == SAMPLED, self._last_token[slots], given), batch, slots)
+
+    def set_last_tokens(self, slots: Tensor, token_ids: Tensor) -> None:
+        """Remember the tokens just sampled: both [S] int64 on the device."""
+        self._last_token.index_copy_(0, slots, token_ids)
+
+    def to_device(self, host: Tensor) -> Tensor:
+        """A copy on the device, which it fetches in its own time."""
         if self._device.type == "cuda":
-            return host.pin_memory().to(self._device, non_blocking=True)
+            return host.contiguous().pin_memory().to(self._device, non_blocking=True)
         return host.to(self._device)
+
+    def _known_token_ids(self, chunk: Chunk) -> Tensor:
+        """[chunk.num_tokens] int64: the tokens that the sequence came with, or `SAMPLED`."""
+        token_ids = self._token_ids[chunk.slot]
+        return token_ids[chunk.start : chunk.start + chunk.num_tokens] if chunk.start < len(token_ids) else self._sampled
+
+    def _token_id(self, chunk: Chunk) -> int:
+        token_ids = self._token_ids[chunk.slot]
+        return int(token_ids[chunk.start]) if chunk.start < len(token_ids) else SAMPLED

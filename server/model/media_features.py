@@ -214,9 +214,11 @@ class MediaFeatures:
         if pixels.size != item.pixels.num_bytes:
             raise MediaFeaturesError(f"{pixels.size} bytes of pixels for the grid {item.grid_thw}")
         stretch = pixels[piece.first_frame * frame_bytes :][: count * frame_bytes]
-        # No copy on the host: the range stays this sequence's at least until the step is over.
-        frames = stretch.reshape(count, rows * PATCH_SIZE, columns * PATCH_SIZE, 3)
-        return torch.from_numpy(frames).to(self._device)
+        frames = torch.from_numpy(stretch.reshape(count, rows * PATCH_SIZE, columns * PATCH_SIZE, 3))
+        if self._device.type == "cuda":
+            # Copied on the host first: the device fetches it later, when the range may be another request's.
+            return frames.pin_memory().to(self._device, non_blocking=True)
+        return frames
 
     def _encode(self, frames: dict[FeatureKey, Tensor], wanted: list[tuple[_SlotMedia, _Piece]]) -> None:
         """Encode all `frames` together; one by one when that fails, to tell whose fault it is."""

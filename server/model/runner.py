@@ -1,10 +1,12 @@
-"""The model runner: carries out a step plan on one device and says what came of it.
+"""The model runner: carries out step plans on one device and says what came of them.
 
-It applies the plan's differences to the slots, builds the batch, runs the model and samples. A fault of one sequence (media,
-non-finite logits) becomes a `SlotFailure` and leaves the others alone; anything else raises. It decides nothing about
-requests or pages.
+Launching a step only enqueues its work: the host waits for the device where a sequence's rules need the value of the token
+before, and where somebody asked for the log-probabilities of a prompt. A launch applies the plan's differences to the slots,
+builds the batch, runs the model and samples. A fault of one sequence (media, non-finite logits) becomes a `SlotFailure` and
+leaves the others alone; anything else raises. The runner decides nothing about requests or pages.
 """
 
+import itertools
 import logging
 from typing import Protocol
 
@@ -13,11 +15,12 @@ from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
 from server.kvcache.pools import CachePools
-from server.model.batch_builder import BatchBuilder
+from server.model.batch_builder import BatchBuilder, ModelInput
 from server.model.grammar import GrammarCompiler
 from server.model.media_features import FeatureRows, MediaEncoder, MediaFeatures, PixelReader
+from server.model.pending_step import PendingStep
 from server.model.prompt_logprobs import PromptScorer
-from server.model.sampler import Sampler
+from server.model.sampler import PendingSample, Sampler
 from server.model.sampling_slot import SamplingRow
 from server.scheduler.plan import Chunk, SlotFailure, StepPlan, StepResult
 
@@ -74,15 +77,21 @@ class ModelRunner:
         self._media = MediaFeatures(model, read_pixels, pools.device, feature_cache_bytes)
         self._scorer = PromptScorer(pools.device)
         self._sampler = Sampler(max_num_seqs, vocab_size, pools.device, base_seed, grammars)
+        self._latest: PendingStep | None = None
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. Raises whatever the model raises; then every sequence of the plan is lost, and no other."""
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start a step behind the ones before it; at most one of these may still be waited for.
+
+        Raises whatever the model raises; then every sequence of the plan is lost, and no other.
+        """
         self._take_over(plan)
-        result = self._run(plan.chunks)
-        for failure in result.failures:
-            self._media.forget(failure.slot)
-        return result
+        self._latest = self._run(plan.chunks)
+        return self._latest
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step to its end; raises like `launch` and `PendingStep.wait`."""
+        return self.launch(plan).wait()
 
     def _take_over(self, plan: StepPlan) -> None:
         """Apply the plan's differences to the slots and their page tables."""
@@ -100,22 +109,34 @@ class ModelRunner:
         if self._poison_pages:
             self._pools.poison(fresh_pages)
 
-    def _run(self, planned: tuple[Chunk, ...]) -> StepResult:
+    def _run(self, planned: tuple[Chunk, ...]) -> PendingStep:
         chunks, media_rows, failures = self._collect_media(planned)
         if not chunks:
-            return StepResult((), tuple(failures))
+            return PendingStep(self._pools.device, None, failures, (), self._media.forget)
         model_input = self._builder.build(chunks)
         embeddings = self._place_media(chunks, media_rows)
         hidden = self._model.forward(model_input.token_ids, model_input.batch, self._pools, embeddings)
-        scores, unscored = self._scorer.score(chunks, hidden, self._model.logits)
-        failures += unscored
-        rows = [SamplingRow(chunk.slot, chunk.start + chunk.num_tokens) for chunk in chunks if chunk.samples]
-        if not rows:
-            return StepResult((), tuple(failures), tuple(scores))
-        pending = self._sampler.launch(self._model.logits(hidden[model_input.sample_rows]), rows)
-        self._builder.set_last_tokens([row.slot for row in rows], pending.token_ids)
-        sampled, faults = pending.wait()
-        return StepResult(sampled, (*failures, *faults), tuple(scores))
+        scores, faults = self._scorer.score(chunks, hidden, self._model.logits)
+        sample = self._sample(chunks, model_input, hidden)
+        return PendingStep(self._pools.device, sample, failures + faults, scores, self._media.forget)
+
+    def _sample(self, chunks: list[Chunk], model_input: ModelInput, hidden: Tensor) -> PendingSample | None:
+        """Choose a token after every chunk that is its sequence's last; the next step finds them on the device."""
+        sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
+        if not sampling:
+            return None
+        rows = [SamplingRow(chunks[i].slot, chunks[i].start + chunks[i].num_tokens) for i in sampling]
+        slots = model_input.slots
+        if len(sampling) < hidden.shape[0]:
+            ends = torch.tensor(list(itertools.accumulate(chunk.num_tokens for chunk in chunks)))
+            index = self._builder.to_device(torch.stack([torch.tensor(sampling), ends[sampling] - 1]))
+            slots, hidden = slots[index[0]], hidden[index[1]]
+        logits = self._model.logits(hidden)
+        if self._sampler.needs_history(rows) and self._latest is not None:
+            self._latest.settle()
+        sample = self._sampler.launch(logits, rows)
+        self._builder.set_last_tokens(slots, sample.token_ids)
+        return sample
 
     def _collect_media(self, chunks: tuple[Chunk, ...]) -> tuple[list[Chunk], list[list[FeatureRows]], list[SlotFailure]]:
         """The chunks whose media could be had, their features, and the failures of the others."""
@@ -147,4 +168,4 @@ class ModelRunner:
             first_row += chunk.num_tokens
         if not rows:
             return None
-        return torch.cat(rows).to(self._pools.device, non_blocking=True), torch.cat(features)
+        return self._builder.to_device(torch.cat(rows)), torch.cat(features)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from server.engine_steps import StepPipeline
+from server.heartbeat import Heartbeat
 from server.kvcache.pools import CachePools
 from server.messages import Failed, Finished, RequestEvent, SlabRef, Submit, Tokens
 from server.model.config import cache_spec
@@ -48,6 +50,7 @@ class Server:
         enable_prefix_caching: bool = False,
         pixels: Pixels | None = None,
         grammars: GrammarCompiler | None = None,
+        overlap_steps: bool = False,
     ) -> None:
         spec = cache_spec(model.config, torch.float32)
         config = SchedulerConfig(
@@ -72,15 +75,19 @@ class Server:
             grammars=grammars,
             poison_pages=True,
         )
+        self.steps = StepPipeline(self.scheduler, self.runner, self._record, Heartbeat(), overlap=overlap_steps)
         self.events: dict[str, list[RequestEvent]] = {}
 
     def submit(self, request: Submit) -> None:
         self._record(self.scheduler.add(request))
 
+    def abort(self, request_id: str) -> None:
+        self._record(self.scheduler.abort(request_id))
+
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Step until nothing is left to do, or `until` says so."""
-        while not until() and (plan := self.scheduler.schedule()) is not None:
-            self._record(self.scheduler.commit(plan, self.runner.execute(plan)))
+        while not until() and (self.scheduler.has_work or self.steps):
+            self.steps.advance(self.scheduler.schedule())
 
     def serve(self, requests: Sequence[Submit]) -> dict[str, list[int]]:
         """All requests at once; the tokens of each. Every one must finish."""

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 import torch
 
-from server.engine import IDLE_STATS_PERIOD_S, MAX_PROMPT_LOGPROBS, Engine, EngineFailedError
+from server.engine import IDLE_STATS_PERIOD_S, MAX_PROMPT_LOGPROBS, Engine
+from server.engine_steps import EngineFailedError
 from server.heartbeat import Heartbeat
 from server.messages import (
     Abort,
@@ -65,12 +66,13 @@ def runner():
     return FakeRunner(num_slots=4, num_pages=32, page_size=4, vocab_size=VOCAB)
 
 
-@pytest.fixture
-def engine_on(runner):
+@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+def engine_on(runner, request):
     """Builds an engine on a scripted channel."""
 
     def build(channel, runner=runner, heartbeat=None):
-        return Engine(channel, Scheduler(SchedulerConfig(4, 16, 100, 4, 32)), runner, VOCAB, heartbeat=heartbeat)
+        scheduler = Scheduler(SchedulerConfig(4, 16, 100, 4, 32))
+        return Engine(channel, scheduler, runner, VOCAB, heartbeat=heartbeat, overlap_steps=request.param)
 
     return build
 
@@ -126,7 +128,7 @@ class BrokenRunner:
         self.error = error
         self.num_steps = 0
 
-    def execute(self, plan):
+    def launch(self, plan):
         self.num_steps += 1
         raise self.error
 
@@ -225,13 +227,13 @@ def test_every_step_beats_also_one_that_fails_and_so_does_an_idle_engine(engine_
 def test_a_sequence_that_leaves_the_queue_is_announced_before_its_step(engine_on, runner):
     channel = ScriptedChannel([request(name, 1) for name in "abcde"])
     seen = []
-    execute = runner.execute
+    launch = runner.launch
 
     def watched(plan):
         seen.append([event.request_id for event in channel.started])
-        return execute(plan)
+        return launch(plan)
 
-    runner.execute = watched
+    runner.launch = watched
     engine_on(channel).run()
     assert seen[0] == ["a", "b", "c", "d"], "the engine has four slots"
     assert [event.request_id for event in channel.started] == list("abcde")

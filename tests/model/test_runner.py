@@ -395,3 +395,33 @@ def test_a_resumed_sequence_is_not_scored_again(runner):
     params = SamplingParams(max_tokens=9, temperature=0.0, num_prompt_logprobs=1)
     resumed = NewSequence(0, "r0", [3, 4, 5], 2, params, ())
     assert step(runner, Chunk(0, 0, 3, (1,), samples=True), new_sequences=[resumed]).prompt_logprobs == ()
+
+
+def test_pixels_are_read_in_the_launch(model, pools):
+    reads = []
+    runner = runner_on(model, pools, lambda ref: reads.append(ref) or np.full(ref.num_bytes, 10, dtype=np.uint8))
+    sequence = new(0, range(6), media=(picture(10, 1),))
+    pending = runner.launch(StepPlan(0, (), (sequence,), (Chunk(0, 0, 6, (2, 3), samples=True),)))
+    assert len(reads) == 1
+    assert sampled(pending.wait()) == {0: 6}
+    assert len(reads) == 1
+
+
+def test_steps_may_be_launched_ahead_and_waited_for_later(runner, model):
+    plans = [
+        StepPlan(0, (), (new(0, [3, 4]),), (Chunk(0, 0, 2, (1,), samples=True),)),
+        StepPlan(1, (), (new(1, [7]),), (Chunk(0, 2, 1, (), samples=True), Chunk(1, 0, 1, (2,), samples=True))),
+        StepPlan(2, (), (), (Chunk(1, 1, 1, (), samples=True),)),
+    ]
+    pending = [runner.launch(plan) for plan in plans]
+    assert [sampled(step.wait()) for step in pending] == [{0: 5}, {0: 6, 1: 8}, {1: 9}]
+
+
+def test_features_of_a_failed_sequence_are_forgotten_when_its_step_is_waited_for(model, pools):
+    runner = runner_on(model, pools, feature_cache_bytes=1 << 20)
+    model.broken_rows = [0]
+    sequence = new(0, range(4), media=(picture(10, 0),))
+    pending = runner.launch(StepPlan(0, (), (sequence,), (Chunk(0, 0, 4, (0,), samples=True),)))
+    assert len(runner._media.cache) == 1
+    assert [failure.slot for failure in pending.wait().failures] == [0]
+    assert len(runner._media.cache) == 0

@@ -1,0 +1,159 @@
+"""The overlapped loop gives what the plain one gives, request by request, whatever else goes on.
+
+Both run the same program on the real scheduler, runner and model, on pages poisoned with NaN: prompts that share prefixes,
+pictures, grammars, seeds, penalties, bad words, stops, log-probabilities, preemptions, and aborts between steps.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from server.grammars import GrammarTokenizer
+from server.messages import (
+    Finished,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    MediaItem,
+    MediaKind,
+    SamplingParams,
+    Submit,
+    TokenRange,
+    Tokens,
+)
+from server.model.config import M3Config
+from server.model.grammar import GrammarCompiler
+from server.model.m3 import M3Model
+from tests.engine.serving import Pixels, Server
+from tests.oracle import IMAGE_TOKEN, SilentProgress, save_checkpoint, tiny_config
+
+TOKENIZER_DIR = Path(__file__).parents[2] / "server/model/tiny"
+VOCAB, EOS, PAGE = 1376, 1320, 16
+GRAMMARS = [
+    Grammar(GrammarKind.CHOICE, json.dumps(["yes", "yesterday", "no way", "日本"])),
+    Grammar(GrammarKind.REGEX, r"(\d{3}-){2}\d{4} [a-z]{2,9}\.?"),
+]
+SAMPLING = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 5},
+    {"temperature": 1.3, "seed": 6, "top_p": 0.9, "top_k": 40, "num_logprobs": 3},
+    {"temperature": 1.0, "seed": 7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    {"temperature": 0.0, "stop_token_ids": tuple(range(0, VOCAB, 5))},
+    {"temperature": 0.9, "seed": 8, "stop_token_ids": tuple(range(0, VOCAB, 3)), "min_tokens": 6},
+    {"temperature": 0.0, "bad_words": tuple((first, second) for first in range(0, VOCAB, 9) for second in range(0, VOCAB, 7))},
+    {"temperature": 0.0, "allowed_token_ids": tuple(range(100)), "logit_bias": ((7, 3.0),)},
+    {"temperature": 0.0, "num_prompt_logprobs": 1},
+    {"temperature": 1.0, "seed": 9, "grammar": GRAMMARS[0], "stop_token_ids": (EOS,)},
+    {"temperature": 2.0, "seed": 10, "grammar": GRAMMARS[1], "stop_token_ids": (EOS,)},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random model with pages of 16 tokens and the bundled tokenizer's ids."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_checkpoint(tiny_config(block_size=PAGE, topk_blocks=4, vocab_size=VOCAB), folder)
+    return M3Model.load(folder, M3Config.from_file(folder), torch.device("cpu"), torch.float32, progress=SilentProgress())
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return GrammarTokenizer(TOKENIZER_DIR, VOCAB)
+
+
+def prompt_of(length, seed):
+    return torch.randint(3, 240, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make_request(name, rng, pixels):
+    """One of few prefixes, possibly a picture, a tail of its own, and some way of sampling."""
+    prompt, media = prompt_of(rng.choice([5, 33, 80]), rng.randrange(2)), ()
+    if rng.random() < 0.3:
+        seed = rng.randrange(2)
+        picture = np.random.default_rng(seed).integers(0, 256, (96, 3, 14, 14), dtype=np.uint8)
+        spans = (TokenRange(len(prompt), 24),)
+        media = (MediaItem(MediaKind.IMAGE, bytes([seed]) * 32, (1, 8, 12), spans, pixels.add(picture)),)
+        prompt = prompt + [IMAGE_TOKEN] * 24
+    prompt = prompt + prompt_of(rng.randrange(1, 40), rng.randrange(1000))
+    return Submit(name, prompt, SamplingParams(max_tokens=rng.randrange(1, 25), **rng.choice(SAMPLING)), media)
+
+
+class Program:
+    """What happens between which steps, drawn from a seed."""
+
+    def __init__(self, seed):
+        rng = random.Random(seed)
+        self.pixels = Pixels()
+        self.requests = [make_request(f"r{i}", rng, self.pixels) for i in range(10)]
+        self.num_steps_before = [rng.randrange(5) for _ in self.requests]
+        self.aborts = {rng.randrange(30): f"r{rng.randrange(10)}" for _ in range(3)}
+        self.sizes = {
+            "max_num_seqs": rng.choice([2, 4, 8]),
+            "max_num_batched_tokens": rng.choice([16, 40, 200]),
+            "num_pages": rng.choice([16, 24, 60]),
+            "enable_prefix_caching": rng.random() < 0.6,
+        }
+
+    def run(self, model, tokenizer, *, overlap_steps):
+        grammars = GrammarCompiler(tokenizer)
+        server = Server(model, pixels=self.pixels, grammars=grammars, overlap_steps=overlap_steps, **self.sizes)
+        arrivals = {}
+        due = 0
+        for request, num_steps in zip(self.requests, self.num_steps_before, strict=True):
+            due += num_steps
+            arrivals.setdefault(due, []).append(request)
+        turn = 0
+        while turn <= due or server.scheduler.has_work or server.steps:
+            for request in arrivals.get(turn, []):
+                server.submit(request)
+            if turn in self.aborts:
+                server.abort(self.aborts[turn])
+            server.steps.advance(server.scheduler.schedule())
+            server.scheduler.check()
+            turn += 1
+        stats = server.scheduler.stats()
+        assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
+        return server
+
+
+def tokens_of(server, name):
+    return [i for event in server.events[name] if isinstance(event, Tokens) for i in event.token_ids]
+
+
+def logprobs_of(server, name, field):
+    events = [event for event in server.events[name] if isinstance(event, Tokens)]
+    return [entry for event in events for entry in getattr(event, field)]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_both_loops_give_the_same(model, tokenizer, seed):
+    program = Program(seed)
+    plain, overlapped = (program.run(model, tokenizer, overlap_steps=overlap) for overlap in (False, True))
+    for request in program.requests:
+        name = request.request_id
+        ends = [server.end(name) for server in (plain, overlapped)]
+        assert all(isinstance(end, Finished) for end in ends)
+        outputs = [tokens_of(server, name) for server in (plain, overlapped)]
+        if FinishReason.ABORT in [end.reason for end in ends]:
+            length = min(map(len, outputs))
+            assert outputs[0][:length] == outputs[1][:length]
+            continue
+        assert outputs[0] == outputs[1]
+        assert ends[0].reason is ends[1].reason
+        for field in ("logprobs", "prompt_logprobs"):
+            first, second = (logprobs_of(server, name, field) for server in (plain, overlapped))
+            assert [entry.top_ids for entry in first] == [entry.top_ids for entry in second]
+            assert [entry.logprob for entry in first] == pytest.approx([entry.logprob for entry in second], abs=1e-3)
+
+
+def test_the_programs_preempt_reuse_prefixes_and_abort(model, tokenizer):
+    servers = [Program(seed).run(model, tokenizer, overlap_steps=True) for seed in range(8)]
+    stats = [server.scheduler.stats() for server in servers]
+    reasons = {event.reason for server in servers for events in server.events.values() for event in events[-1:]}
+    assert sum(each.preemptions_total for each in stats) > 0
+    assert sum(each.prefix_hit_tokens_total for each in stats) > 0
+    assert reasons == set(FinishReason)
