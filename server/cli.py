@@ -1,4 +1,4 @@
-"""`m3-server`: serve a checkpoint, plan a deployment.
+"""`m3-server`: serve a checkpoint, plan a deployment, check a checkpoint.
 
 `serve` has the settings as typed flags and starts uvicorn with the same application as `uvicorn server.main:app`.
 """
@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from server import __version__
 from server.settings import PREFIX, Settings, SettingsError, load_settings, nearest
@@ -21,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_serve(commands.add_parser("serve", help="serve a checkpoint over HTTP", allow_abbrev=False))
     _add_plan(commands.add_parser("plan", help="compute what a number of GPUs holds", allow_abbrev=False))
+    _add_check(commands.add_parser("check", help="verify a checkpoint without loading it", allow_abbrev=False))
     return parser
 
 
@@ -47,6 +49,12 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--max-num-batched-tokens", type=_positive, default=8192)
     plan.add_argument("--media-feature-cache-bytes", type=int, default=GIB)
     plan.set_defaults(run=_plan)
+
+
+def _add_check(check: argparse.ArgumentParser) -> None:
+    check.add_argument("model", type=Path, metavar="DIR", help="directory of the checkpoint")
+    check.add_argument("--json", action="store_true", help="print JSON")
+    check.set_defaults(run=_check)
 
 
 def _positive(text: str) -> int:
@@ -117,6 +125,12 @@ def _plan(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         host_bytes=arguments.host_memory,
     )
     return run(request, prints_json=arguments.json)
+
+
+def _check(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    from server.check.report import run
+
+    return run(arguments.model, prints_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,15 @@ _MAX_LISTED = 5
 
 
 class CheckpointError(Exception):
-    """The checkpoint cannot be loaded; the message lists everything that is wrong with it."""
+    """The checkpoint cannot be loaded; the message says what is wrong with it.
+
+    Attributes:
+        found: every finding, by kind; the message lists the first few of each.
+    """
+
+    def __init__(self, message: str, found: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(message)
+        self.found = found
 
 
 class _Faults:
@@ -38,7 +46,7 @@ class _Faults:
             more = f" and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else ""
             parts.append(f"{len(items)} {kind}: {', '.join(items[:_MAX_LISTED])}{more}")
         if parts:
-            raise CheckpointError("the checkpoint cannot be loaded; " + "; ".join(parts))
+            raise CheckpointError("the checkpoint cannot be loaded; " + "; ".join(parts), self._found)
 
 
 def verify(model_dir: Path, parameters: Sequence[Parameter]) -> dict[str, StoredTensor]:

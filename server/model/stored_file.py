@@ -96,7 +96,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     if size < expected:
         raise UnusableFileError(FileFault.TRUNCATED, f"{path.name} ({size} of {expected} bytes)")
     try:
-        with safe_open(path, framework="pt"):  # checks that sizes fit shapes and types, and that nothing overlaps
+        with safe_open(path, framework="np"):  # checks sizes against shapes and types, and overlaps; torch would reserve memory
             return tensors
     except SafetensorError as error:
         raise UnusableFileError(FileFault.FOREIGN, path.name) from error
