@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.kernels_pointwise import STAGES as POINTWISE_STAGES
 from benchmarks.kernels_pointwise import pointwise_rows
-from benchmarks.report import Row, format_row, load_peers, make_row, write_json
+from benchmarks.report import RESULTS, Row, format_row, load_peers, make_row, write_json
 from benchmarks.selections import corr_selection, rand_selection
 from benchmarks.timing import limit_us, time_events
 from server.kernels.attention_batch import AttentionBatch
@@ -31,7 +31,6 @@ SCALE = DIM**-0.5
 PREFILL_CASES = [(q, ctx) for q in (8192, 2048) for ctx in (32, 128, 512, 8)]  # queries, context in KiTokens
 PREFILL_STAGES = ("prefill_score", "prefill_topk", "prefill_attention_corr", "prefill_attention_rand", "dense_prefill")
 EXTRA_STAGES = ("prefill_select", "prefill_layer")
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)

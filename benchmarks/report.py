@@ -13,6 +13,7 @@ import triton
 from benchmarks.timing import Timing
 
 PEERS_FILE = Path(__file__).parent / "peers.json"
+RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,15 @@ def format_row(row: Row, peers: dict[str, dict[str, dict[str, float]]]) -> str:
     return line
 
 
+def measured_with(command: str) -> dict[str, object]:
+    """What a result names beside its numbers: command, date and versions."""
+    return {
+        "command": command,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+    }
+
+
 def write_json(rows: Sequence[Row], command: str, folder: Path) -> Path:
     """Write rows to `folder`/kernels-<device>.json; rows of stages that were not measured this time stay as they were.
 
@@ -75,11 +85,7 @@ def write_json(rows: Sequence[Row], command: str, folder: Path) -> Path:
     device = torch.cuda.get_device_name()
     path = folder / f"kernels-{device.lower().replace(' ', '-')}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    measured = {
-        "command": command,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-    }
+    measured = measured_with(command)
     stages = {row.stage for row in rows}
     before = json.loads(path.read_text()) if path.exists() else {"rows": [], "measured": {}}
     result = {
