@@ -1,5 +1,9 @@
-"""Timing on a CUDA device: events around one call after flushing the L2 cache, or a CUDA graph over rotating inputs."""
+"""Timing on a CUDA device: events around one call after flushing the L2 cache, or a CUDA graph over rotating inputs.
 
+`time_host` is for steps on the CPU.
+"""
+
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -26,23 +30,24 @@ def limit_us(num_bytes: float, flops: float) -> float:
     return max(num_bytes / HBM_BYTES_PER_S, flops / BF16_FLOPS_PER_S) * 1e6
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _summary(samples_us: list[float]) -> Timing:
+def summary(samples_us: Sequence[float]) -> Timing:
+    """Median and middle 80 % of samples."""
     ordered = sorted(samples_us)
     tenth = len(ordered) // 10
     return Timing(median(ordered), ordered[tenth], ordered[-1 - tenth])
 
 
-def time_events(call: Callable[[], object], *, repeats: int = 20, budget_s: float = 0.6) -> Timing:
-    """Time `call` with CUDA events, L2 flushed before each run; fewer repeats (at least 5) when a run is long."""
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def time_events(call: Callable[[], object], *, repeats: int = 20, least: int = 5, budget_s: float = 0.6) -> Timing:
+    """Time `call` with CUDA events, L2 flushed before each run; fewer repeats (at least `least`) when a run is long."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     call()
     torch.cuda.synchronize()
     samples: list[float] = []
-    while len(samples) < repeats and (len(samples) < 5 or sum(samples) < budget_s * 1e6):
+    while len(samples) < repeats and (len(samples) < least or sum(samples) < budget_s * 1e6):
         start, end = _event(), _event()
         torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
         flush.zero_()
@@ -51,7 +56,7 @@ def time_events(call: Callable[[], object], *, repeats: int = 20, budget_s: floa
         end.record()
         torch.cuda.synchronize()
         samples.append(start.elapsed_time(end) * 1e3)
-    return _summary(samples)
+    return summary(samples)
 
 
 def time_graph(calls: Sequence[Callable[[], object]], *, replays: int = 20) -> Timing:
@@ -75,4 +80,15 @@ def time_graph(calls: Sequence[Callable[[], object]], *, replays: int = 20) -> T
         end.record()
         torch.cuda.synchronize()
         samples.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return _summary(samples)
+    return summary(samples)
+
+
+def time_host(call: Callable[[], object], *, repeats: int = 5) -> Timing:
+    """Time `call` by the host's clock, after one run that does not count."""
+    call()
+    samples = []
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - start_s) * 1e6)
+    return summary(samples)

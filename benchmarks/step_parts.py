@@ -1,0 +1,203 @@
+"""Decode steps, prefill chunks and the model's head on slices: rows of the step benchmark.
+
+A layer's time is a difference of slices that share their weights: with `n` sparse layers more, and without the dense one.
+Every part has so many layers that what one run reads is larger than the second-level cache.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.limits import LayerLimits
+from benchmarks.routing import distinct_experts
+from benchmarks.slices import Layers, Slice
+from benchmarks.step_cases import StepCase, decode_case, prefill_case
+from benchmarks.step_report import StepRow
+from benchmarks.timing import Timing, time_events, time_graph, time_host
+from server.kvcache.pools import CachePools
+from server.model.m3 import M3Model
+
+logger = logging.getLogger(__name__)
+
+PREFILL_TOKENS = 8192
+_MS = 1000.0
+GOALS_US = {  # of a slice of 1 dense and 5 sparse layers on one H200
+    ("prefill", "bfloat16", 8192): 68 * _MS,
+    ("prefill", "mxfp8", 8192): 72 * _MS,
+    ("prompt", "bfloat16", 131072): 1650 * _MS,
+    ("decode", "bfloat16", 8192): 1.20 * _MS,
+    ("decode", "mxfp8", 8192): 0.70 * _MS,
+}
+_GOAL_SLICE = Layers(1, 5)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all parts share.
+
+    Attributes:
+        whole: the weights.
+        dtype: as rows name it.
+        pools: the cache.
+        limits: of the whole slice's layers.
+        use_graphs: capture decode steps; otherwise they run eagerly.
+    """
+
+    whole: Slice
+    dtype: str
+    pools: CachePools
+    limits: LayerLimits
+    use_graphs: bool
+
+    @property
+    def layers(self) -> Layers:
+        """The whole slice."""
+        return self.whole.layers
+
+    @property
+    def half(self) -> Layers:
+        """The slice with fewer sparse layers, for differences."""
+        return Layers(self.layers.num_dense, max(1, self.layers.num_sparse // 2))
+
+    def limit_us(self, layers: Layers, case: StepCase) -> float:
+        """Limit of the layers of a part of the slice."""
+        dense, first = range(layers.num_dense), self.layers.num_dense
+        return self.limits.limit_us([*dense, *range(first, first + layers.num_sparse)], case.chunks)
+
+    def row(self, part: str, what: str, timing: Timing, limit: float, num_layers: int, mode: str, **more: object) -> StepRow:
+        """A row whose times and limit cover `num_layers` layers."""
+        return StepRow(
+            part=part,
+            what=what,
+            dtype=self.dtype,
+            shard=self.whole.shard.world,
+            us=round(timing.us, 2),
+            low_us=round(timing.low_us, 2),
+            high_us=round(timing.high_us, 2),
+            us_per_layer=round(timing.us / num_layers, 2),
+            limit_us_per_layer=round(limit / num_layers, 3),
+            x_limit=round(timing.us / limit, 3),
+            mode=mode,
+            **more,  # type: ignore[arg-type]
+        )
+
+    def failed(self, part: str, what: str, error: Exception, **more: object) -> StepRow:
+        """A row that says why there is no number; the traceback goes to the log."""
+        logger.warning("%s %s", part, what, exc_info=error)
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        return StepRow(part=part, what=what, dtype=self.dtype, shard=self.whole.shard.world, error=text, **more)  # type: ignore[arg-type]
+
+
+def time_decode(call: Callable[[], object], use_graph: bool) -> tuple[Timing, str]:
+    """A decode step as serving runs it: replays of a CUDA graph; by the clock on a CPU."""
+    if not torch.cuda.is_available():
+        return time_host(call), "host clock"
+    if not use_graph:
+        return time_events(call, repeats=12), "eager"
+    try:
+        return time_graph([call], replays=12), "cuda graph"
+    except RuntimeError:
+        logger.warning("the step cannot be captured", exc_info=True)
+        torch.cuda.synchronize()
+        return time_events(call, repeats=12), "eager, cannot be captured"
+
+
+def time_prefill(call: Callable[[], object], least: int = 3) -> tuple[Timing, str]:
+    """Prefill steps run eagerly."""
+    if not torch.cuda.is_available():
+        return time_host(call, repeats=least), "host clock"
+    return time_events(call, repeats=10, least=least), "eager"
+
+
+def time_sampling(call: Callable[[], object]) -> tuple[Timing, str]:
+    """Sampling runs eagerly; on a GPU the host has a head start."""
+    if not torch.cuda.is_available():
+        return time_host(call), "host clock"
+    return time_events(call, repeats=12), "eager"
+
+
+def _difference(more: Timing, less: Timing) -> Timing:
+    """What `more` has on top; the ends are the worst cases."""
+    return Timing(more.us - less.us, more.low_us - less.high_us, more.high_us - less.low_us)
+
+
+def step_rows(
+    bench: Bench, part: str, case: StepCase, time: Callable[[Callable[[], object]], tuple[Timing, str]]
+) -> Iterator[StepRow]:
+    """The whole slice, one sparse layer and one dense layer in a step."""
+    batch, context, num_tokens = len(case.chunks), case.chunks[0].num_keys, case.chunks[0].num_tokens
+    common: dict[str, object] = {
+        "batch": batch,
+        "context": context,
+        "num_tokens": num_tokens,
+        "page_uses": round(case.page_uses, 2),
+    }
+    whole, half = bench.layers, bench.half
+    try:
+        timings = {}
+        for layers in (whole, half, Layers(0, half.num_sparse)):
+            model = bench.whole.model(layers)
+            timings[layers], mode = time(_forward(model, case, bench.pools))
+        experts = round(distinct_experts(bench.whole, whole, case, bench.pools), 1)
+    except Exception as error:
+        yield bench.failed(part, "slice", error, **common)
+        return
+    common |= {"layers": str(whole)}
+    num_layers = whole.num_dense + whole.num_sparse
+    is_named = whole == _GOAL_SLICE and batch == 1 and context in (num_tokens, PREFILL_TOKENS)
+    goal = GOALS_US.get((part, bench.dtype, context)) if is_named and bench.whole.shard.world == 1 else None
+    limit = bench.limit_us(whole, case)
+    yield bench.row(part, "slice", timings[whole], limit, num_layers, mode, goal_us=goal, distinct_experts=experts, **common)
+    if whole.num_sparse > half.num_sparse:
+        difference = _difference(timings[whole], timings[half])
+        limit = bench.limit_us(Layers(0, whole.num_sparse - half.num_sparse), case)
+        yield bench.row(part, "sparse layer", difference, limit, whole.num_sparse - half.num_sparse, mode, **common)
+    if half.num_dense:
+        difference = _difference(timings[half], timings[Layers(0, half.num_sparse)])
+        limit = bench.limit_us(Layers(half.num_dense, 0), case)
+        yield bench.row(part, "dense layer", difference, limit, half.num_dense, mode, **common)
+
+
+def _forward(model: M3Model, case: StepCase, pools: CachePools) -> Callable[[], object]:
+    return lambda: model.forward(case.token_ids, case.batch, pools)
+
+
+def decode_rows(bench: Bench, batches: list[int], contexts: list[int], most_tokens: int) -> Iterator[StepRow]:
+    """Decode steps of all batch sizes and contexts, up to `most_tokens` tokens of context together."""
+    vocab_size = bench.whole.config.text.vocab_size
+    for context in contexts:
+        for batch_size in batches:
+            if batch_size * context <= most_tokens:
+                case = decode_case(batch_size, context, bench.pools, vocab_size)
+                yield from step_rows(bench, "decode", case, lambda call: time_decode(call, bench.use_graphs))
+
+
+def prefill_rows(bench: Bench, chunks: list[tuple[int, int]]) -> Iterator[StepRow]:
+    """Prefill chunks, each (tokens before it, its tokens)."""
+    for start, num_tokens in chunks:
+        try:
+            case = prefill_case(start, num_tokens, bench.pools, bench.whole.config.text.vocab_size)
+        except ValueError as error:
+            yield bench.failed("prefill", "slice", error, batch=1, context=start + num_tokens, num_tokens=num_tokens)
+            continue
+        yield from step_rows(bench, "prefill", case, time_prefill)
+
+
+def prompt_row(bench: Bench, prompt_len: int, chunk: int) -> StepRow:
+    """A whole prompt, chunk by chunk."""
+    common = {"batch": 1, "context": prompt_len, "num_tokens": chunk, "layers": str(bench.layers)}
+    what = f"slice, in chunks of {chunk}"
+    try:
+        model, vocab_size = bench.whole.model(bench.layers), bench.whole.config.text.vocab_size
+        cases = [prefill_case(start, chunk, bench.pools, vocab_size) for start in range(0, prompt_len, chunk)]
+        calls = [_forward(model, case, bench.pools) for case in cases]
+        timing, mode = time_prefill(lambda: [call() for call in calls])
+        limit = sum(bench.limit_us(bench.layers, case) for case in cases)
+    except Exception as error:
+        return bench.failed("prompt", what, error, **common)
+    num_layers = bench.layers.num_dense + bench.layers.num_sparse
+    is_named = bench.layers == _GOAL_SLICE and bench.whole.shard.world == 1
+    goal = GOALS_US.get(("prompt", bench.dtype, prompt_len)) if is_named else None
+    return bench.row("prompt", what, timing, limit, num_layers, mode, goal_us=goal, **common)
