@@ -212,7 +212,7 @@ def choose_overlap(settings: Settings, device: torch.device) -> bool:
 
 
 def choose_feature_cache_bytes(settings: Settings, device: torch.device) -> int:
-    """Device memory for encoded media; on a GPU it comes out of what `gpu_memory_utilization` leaves."""
+    """Device memory for encoded media."""
     default = GPU_FEATURE_CACHE_BYTES if device.type == "cuda" else CPU_FEATURE_CACHE_BYTES
     return default if settings.media_feature_cache_bytes is None else settings.media_feature_cache_bytes
 

@@ -44,7 +44,7 @@ class PlanRequest:
         model: folder of a checkpoint, or `M3` for the released configuration.
         num_gpus: ranks.
         gpu_bytes: memory of one.
-        context: longest sequence in tokens; as many as fit, at most the model's window, if None.
+        context: longest sequence in tokens; what fits, at most the model's window, if None.
         dtype: of the weights; as the checkpoint says if None.
         gpu_memory_utilization, max_num_seqs, max_num_batched_tokens, feature_cache_bytes: as in the settings.
         host_bytes: host memory for cache pages, all ranks together; as much as it takes if None.
@@ -89,7 +89,7 @@ class DeploymentPlan:
         dtype: of the weights.
         weights_total: bytes of the checkpoint's tensors.
         memory: of each GPU.
-        context: longest sequence.
+        context: longest sequence with all lanes on the GPU.
         rows: sequences by context.
     """
 
@@ -115,13 +115,13 @@ def make_plan(request: PlanRequest) -> DeploymentPlan:
         require_room(memory, request.context or memory.spec.page_size, is_quantised=config.quantization is not None)
     except (ConfigError, NoRoomError, ValueError) as error:
         raise PlanError(str(error)) from error
-    context = request.context or min(window, memory.num_tokens)
-    contexts = sorted({length for length in CONTEXTS if length < context} | {context})
+    longest = request.context or window
+    contexts = sorted({length for length in CONTEXTS if length < longest} | {longest})
     return DeploymentPlan(
         dtype=WeightFormat.BF16 if config.quantization is None else WeightFormat.MXFP8,
         weights_total=weights_bytes(parameters(config, Shard()), torch.bfloat16),
         memory=memory,
-        context=context,
+        context=request.context or min(window, memory.num_tokens),
         rows=tuple(_row(request, memory, length, config.text.topk_blocks) for length in contexts),
     )
 

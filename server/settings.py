@@ -85,16 +85,18 @@ class Settings(BaseSettings):
     served_model_name: str | None = Field(None, description="name in /v1/models; the directory's name if unset")
     device: Device = Field(Device.AUTO, description="auto takes CUDA when there is a GPU")
     dtype: Dtype = Field(Dtype.AUTO, description="auto is bfloat16 on a GPU and float32 on a CPU")
-    max_model_len: PositiveInt | None = Field(None, description="longest sequence in tokens; the model's window if unset")
+    max_model_len: PositiveInt | None = Field(
+        None, description="longest sequence in tokens, which must fit; what fits, at most the window, if unset"
+    )
     max_num_seqs: PositiveInt = Field(64, description="sequences that run at the same time")
     max_num_batched_tokens: PositiveInt | None = Field(
         None, description="token budget of one step; 8192 on a GPU and 512 on a CPU if unset"
     )
     cache_bytes: PositiveInt | None = Field(
-        None, description="size of the paged cache; on a GPU what is free at start, on a CPU 1 GiB if unset"
+        None, description="size of the paged cache; on a GPU what weights and steps leave, on a CPU 1 GiB if unset"
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.9, description="share of the GPU's memory that weights and cache may take when cache_bytes is unset"
+        0.9, description="share of the GPU's memory that may be in use, by all processes together; the rest stays free"
     )
     enable_prefix_caching: bool = Field(True, description="reuse whole pages of equal prefixes")
     overlap_steps: bool | None = Field(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +61,16 @@ def test_the_contexts_end_with_the_one_asked_for(capsys):
     assert [row["context"] for row in rows] == [8_192, 32_768, 131_072, 200_000]
     rows = plan_json(capsys, "--gpus", "16", "--gpu-memory", "139")["contexts"]
     assert [row["context"] for row in rows] == [8_192, 32_768, 131_072, 524_288, 1_048_576]
+
+
+@pytest.mark.parametrize(("dtype", "gpus"), [("bf16", "8"), ("mxfp8", "4"), ("mxfp8", "8")])
+def test_the_sizing_table_of_the_deployment_guide_is_what_the_command_says(dtype, gpus, capsys):
+    answer = plan_json(capsys, "--gpus", gpus, "--gpu-memory", "139", "--dtype", dtype)
+    name = {"bf16": "bf16", "mxfp8": "MXFP8"}[dtype]
+    cells = [f"{name} on {gpus}", *(f"{answer['gpu'][key] / 2**30:.1f} GiB" for key in ("weights_bytes", "left_bytes"))]
+    cells += [f"{answer['num_tokens']:,}", *(f"{row['on_gpu']} / {row['sparse_on_host']}" for row in answer["contexts"])]
+    row = f"| {' | '.join(cells)} |"
+    assert row in (Path(__file__).parents[1] / "deploy" / "README.md").read_text(), row
 
 
 def test_the_report_is_for_people(capsys):
