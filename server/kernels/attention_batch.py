@@ -22,7 +22,7 @@ class AttentionBatch:
 
     Attributes:
         positions: [T] int64, absolute position of every query token.
-        slot_mapping: [T] int64, page id * page_size + offset where the token's keys are written.
+        slot_mapping: [T] int64, page id * page_size + offset where the token's keys are written; negative: nowhere.
         query_start: [B + 1] int32, prefix sums of query lengths.
         seq_lens: [B] int32, tokens of each sequence after this step.
         page_table: [B, max_pages] int32, page ids; entries past a sequence's last page are undefined but valid ids.

@@ -39,11 +39,14 @@ def qkv_norm_rope_cache_torch(
     q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
     q, k, v, index = torch.split(qkv, [q_width, kv_width, kv_width, qkv.shape[1] - q_width - 2 * kv_width], dim=1)
     rows = cos_sin[batch.positions]  # [T, rotary_dim]
-    pages, offsets = batch.slot_mapping // page_size, batch.slot_mapping % page_size
+    is_written = batch.slot_mapping >= 0
+    slots = batch.slot_mapping[is_written]
+    pages, offsets = slots // page_size, slots % page_size
 
     key = norm_rope_torch(k.reshape(num_tokens, num_kv_heads, head_dim), k_norm, rows, eps)
-    kv_lane[:, :, 0][pages, :, offsets] = key.to(kv_lane.dtype)
-    kv_lane[:, :, 1][pages, :, offsets] = v.reshape(num_tokens, num_kv_heads, head_dim).to(kv_lane.dtype)
+    value = v.reshape(num_tokens, num_kv_heads, head_dim)
+    kv_lane[:, :, 0][pages, :, offsets] = key[is_written].to(kv_lane.dtype)
+    kv_lane[:, :, 1][pages, :, offsets] = value[is_written].to(kv_lane.dtype)
     query = norm_rope_torch(q.reshape(num_tokens, num_heads, head_dim), q_norm, rows, eps)
     if index_lane is None or index_q_norm is None or index_k_norm is None:
         return query, None
@@ -51,7 +54,7 @@ def qkv_norm_rope_cache_torch(
     index_dim = index_lane.shape[-1]
     index_heads = index.reshape(num_tokens, -1, index_dim)  # the last head is the shared key
     index_key = norm_rope_torch(index_heads[:, -1:], index_k_norm, rows, eps)
-    index_lane[pages, offsets] = index_key[:, 0].to(index_lane.dtype)
+    index_lane[pages, offsets] = index_key[is_written, 0].to(index_lane.dtype)
     return query, norm_rope_torch(index_heads[:, :-1], index_q_norm, rows, eps)
 
 
@@ -77,7 +80,7 @@ def qkv_norm_rope_cache(
         index_q_norm: [Di], one vector for all index heads; None on dense layers.
         index_k_norm: [Di]; None on dense layers.
         cos_sin: [max_positions, rotary_dim] fp32, cosines then sines.
-        batch: gives positions and cache slots of the T tokens.
+        batch: gives positions and cache slots of the T tokens; one whose slot is negative is written to no cache.
         kv_lane: [P, Hkv, 2, page, D], written.
         index_lane: [P, page, Di], written; None on dense layers.
         num_heads: Hq.

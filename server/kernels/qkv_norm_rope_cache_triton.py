@@ -127,10 +127,7 @@ def qkv_norm_rope_cache_triton(
     num_heads: int,
     eps: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Norm, rotate and cache T tokens; arguments and results as in `qkv_norm_rope_cache`.
-
-    A token whose slot is negative (padding of a captured graph) is normed and rotated, but written to no cache.
-    """
+    """Norm, rotate and cache T tokens; arguments and results as in `qkv_norm_rope_cache`."""
     num_tokens = qkv.shape[0]
     _, num_kv_heads, _, page_size, dim = kv_lane.shape
     sparse = index_lane is not None and index_q_norm is not None and index_k_norm is not None

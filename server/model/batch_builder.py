@@ -32,6 +32,11 @@ class ModelInput:
     slots: Tensor
 
 
+def host_buffer(host: Tensor, device: torch.device) -> Tensor:
+    """`host` in memory from which `device` can copy while the host goes on."""
+    return host.contiguous().pin_memory() if device.type == "cuda" else host
+
+
 class BatchBuilder:
     """State of `max_num_seqs` slots and the batches made from it."""
 
@@ -157,9 +162,7 @@ class BatchBuilder:
 
     def to_device(self, host: Tensor) -> Tensor:
         """A copy on the device, which it fetches in its own time."""
-        if self._device.type == "cuda":
-            return host.contiguous().pin_memory().to(self._device, non_blocking=True)
-        return host.to(self._device)
+        return host_buffer(host, self._device).to(self._device, non_blocking=True)
 
     def _known_token_ids(self, chunk: Chunk) -> Tensor:
         """[chunk.num_tokens] int64: the tokens that the sequence came with, or `SAMPLED`."""

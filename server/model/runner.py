@@ -8,14 +8,15 @@ leaves the others alone; anything else raises. The runner decides nothing about 
 
 import itertools
 import logging
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
 from server.kvcache.pools import CachePools
-from server.model.batch_builder import BatchBuilder, ModelInput
+from server.model.batch_builder import BatchBuilder
+from server.model.decode_graphs import DecodeGraphs, Recorder
 from server.model.grammar import GrammarCompiler
 from server.model.media_features import FeatureRows, MediaEncoder, MediaFeatures, PixelReader
 from server.model.pending_step import PendingStep
@@ -37,6 +38,20 @@ class Model(MediaEncoder, Protocol):
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """[S, vocab] fp32."""
+
+
+class _Computed(NamedTuple):
+    """What the model made of B chunks.
+
+    Attributes:
+        slots: [B] int64.
+        hidden: [T, hidden] after the final norm.
+        logits: [T, vocab] fp32, where a graph computed them already.
+    """
+
+    slots: Tensor
+    hidden: Tensor
+    logits: Tensor | None
 
 
 class ModelRunner:
@@ -77,7 +92,27 @@ class ModelRunner:
         self._media = MediaFeatures(model, read_pixels, pools.device, feature_cache_bytes)
         self._scorer = PromptScorer(pools.device)
         self._sampler = Sampler(max_num_seqs, vocab_size, pools.device, base_seed, grammars)
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
         self._latest: PendingStep | None = None
+        self._graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def capture_graphs(self, record: Recorder) -> int:
+        """From now on, run decode steps as graphs. Every page must be free, and the first token of page 0 finite.
+
+        Returns:
+            How many were captured.
+        """
+        self._graphs = DecodeGraphs(
+            self._model,
+            self._pools,
+            self._builder,
+            record,
+            max_num_seqs=self._max_num_seqs,
+            max_model_len=self._max_model_len,
+        )
+        return len(self._graphs)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -113,25 +148,35 @@ class ModelRunner:
         chunks, media_rows, failures = self._collect_media(planned)
         if not chunks:
             return PendingStep(self._pools.device, None, failures, (), self._media.forget)
+        computed = self._compute(chunks, media_rows)
+        scores, faults = self._scorer.score(chunks, computed.hidden, self._model.logits)
+        sample = self._sample(chunks, computed)
+        return PendingStep(self._pools.device, sample, failures + faults, scores, self._media.forget)
+
+    def _compute(self, chunks: list[Chunk], media_rows: list[list[FeatureRows]]) -> _Computed:
+        """Run the model, by a graph if one was captured for such a step."""
+        if self._graphs is not None and chunks[-1].num_tokens == 1 and not any(media_rows):
+            output = self._graphs.launch(chunks)
+            return _Computed(output.slots, output.hidden, output.logits)
         model_input = self._builder.build(chunks)
         embeddings = self._place_media(chunks, media_rows)
         hidden = self._model.forward(model_input.token_ids, model_input.batch, self._pools, embeddings)
-        scores, faults = self._scorer.score(chunks, hidden, self._model.logits)
-        sample = self._sample(chunks, model_input, hidden)
-        return PendingStep(self._pools.device, sample, failures + faults, scores, self._media.forget)
+        return _Computed(model_input.slots, hidden, None)
 
-    def _sample(self, chunks: list[Chunk], model_input: ModelInput, hidden: Tensor) -> PendingSample | None:
+    def _sample(self, chunks: list[Chunk], computed: _Computed) -> PendingSample | None:
         """Choose a token after every chunk that is its sequence's last; the next step finds them on the device."""
         sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
         if not sampling:
             return None
-        rows = [SamplingRow(chunks[i].slot, chunks[i].start + chunks[i].num_tokens) for i in sampling]
-        slots = model_input.slots
+        slots, hidden, logits = computed
         if len(sampling) < hidden.shape[0]:
             ends = torch.tensor(list(itertools.accumulate(chunk.num_tokens for chunk in chunks)))
             index = self._builder.to_device(torch.stack([torch.tensor(sampling), ends[sampling] - 1]))
             slots, hidden = slots[index[0]], hidden[index[1]]
-        logits = self._model.logits(hidden)
+            logits = None if logits is None else logits[index[1]]
+        if logits is None:
+            logits = self._model.logits(hidden)
+        rows = [SamplingRow(chunks[i].slot, chunks[i].start + chunks[i].num_tokens) for i in sampling]
         if self._sampler.needs_history(rows) and self._latest is not None:
             self._latest.settle()
         sample = self._sampler.launch(logits, rows)

@@ -51,6 +51,7 @@ class Server:
         pixels: Pixels | None = None,
         grammars: GrammarCompiler | None = None,
         overlap_steps: bool = False,
+        use_graphs: bool = False,
     ) -> None:
         spec = cache_spec(model.config, torch.float32)
         config = SchedulerConfig(
@@ -75,6 +76,8 @@ class Server:
             grammars=grammars,
             poison_pages=True,
         )
+        if use_graphs:  # the machinery around them: what was recorded is run again step by step
+            self.runner.capture_graphs(lambda work: work)
         self.steps = StepPipeline(self.scheduler, self.runner, self._record, Heartbeat(), overlap=overlap_steps)
         self.events: dict[str, list[RequestEvent]] = {}
 

@@ -1,6 +1,6 @@
-"""The overlapped loop gives what the plain one gives, request by request, whatever else goes on.
+"""The overlapped loop and padded decode steps give what the plain loop gives, request by request, whatever else goes on.
 
-Both run the same program on the real scheduler, runner and model, on pages poisoned with NaN: prompts that share prefixes,
+All run the same program on the real scheduler, runner and model, on pages poisoned with NaN: prompts that share prefixes,
 pictures, grammars, seeds, penalties, bad words, stops, log-probabilities, preemptions, and aborts between steps.
 """
 
@@ -92,15 +92,14 @@ class Program:
         self.num_steps_before = [rng.randrange(5) for _ in self.requests]
         self.aborts = {rng.randrange(30): f"r{rng.randrange(10)}" for _ in range(3)}
         self.sizes = {
-            "max_num_seqs": rng.choice([2, 4, 8]),
+            "max_num_seqs": rng.choice([2, 5, 9]),
             "max_num_batched_tokens": rng.choice([16, 40, 200]),
             "num_pages": rng.choice([16, 24, 60]),
             "enable_prefix_caching": rng.random() < 0.6,
         }
 
-    def run(self, model, tokenizer, *, overlap_steps):
-        grammars = GrammarCompiler(tokenizer)
-        server = Server(model, pixels=self.pixels, grammars=grammars, overlap_steps=overlap_steps, **self.sizes)
+    def run(self, model, tokenizer, **options):
+        server = Server(model, pixels=self.pixels, grammars=GrammarCompiler(tokenizer), **self.sizes, **options)
         arrivals = {}
         due = 0
         for request, num_steps in zip(self.requests, self.num_steps_before, strict=True):
@@ -130,14 +129,29 @@ def logprobs_of(server, name, field):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_both_loops_give_the_same(model, tokenizer, seed):
+def test_the_overlapped_loop_gives_the_same(model, tokenizer, seed):
     program = Program(seed)
     plain, overlapped = (program.run(model, tokenizer, overlap_steps=overlap) for overlap in (False, True))
+    assert_same(program, plain, overlapped)
+
+
+@pytest.mark.parametrize("seed", range(25, 40))
+def test_decode_steps_on_a_ladder_of_sizes_give_the_same(model, tokenizer, seed, monkeypatch):
+    monkeypatch.setattr("server.model.decode_graphs.FIRST_CONTEXT", 48)
+    ladder = {2: [2], 5: [3, 5], 9: [2, 6, 9]}
+    monkeypatch.setattr("server.model.decode_graphs.batch_ladder", ladder.get)
+    program = Program(seed)
+    plain = program.run(model, tokenizer, overlap_steps=False)
+    graphs = program.run(model, tokenizer, overlap_steps=True, use_graphs=True)
+    assert_same(program, plain, graphs)
+
+
+def assert_same(program, *servers):
     for request in program.requests:
         name = request.request_id
-        ends = [server.end(name) for server in (plain, overlapped)]
+        ends = [server.end(name) for server in servers]
         assert all(isinstance(end, Finished) for end in ends)
-        outputs = [tokens_of(server, name) for server in (plain, overlapped)]
+        outputs = [tokens_of(server, name) for server in servers]
         if FinishReason.ABORT in [end.reason for end in ends]:
             length = min(map(len, outputs))
             assert outputs[0][:length] == outputs[1][:length]
@@ -145,7 +159,7 @@ def test_both_loops_give_the_same(model, tokenizer, seed):
         assert outputs[0] == outputs[1]
         assert ends[0].reason is ends[1].reason
         for field in ("logprobs", "prompt_logprobs"):
-            first, second = (logprobs_of(server, name, field) for server in (plain, overlapped))
+            first, second = (logprobs_of(server, name, field) for server in servers)
             assert [entry.top_ids for entry in first] == [entry.top_ids for entry in second]
             assert [entry.logprob for entry in first] == pytest.approx([entry.logprob for entry in second], abs=1e-3)
 
