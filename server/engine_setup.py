@@ -138,7 +138,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """The division of the device's memory before anything is loaded; without `memory`, only the cache's size is known."""
     spec = cache_spec(config, dtype)
-    max_pages = limits.max_num_seqs * spec.num_pages(limits.max_model_len)  # more would never be used
+    max_pages = limits.max_num_seqs * spec.num_pages(limits.max_model_len)  # what all slots can fill
     if memory is None:
         return MemoryPlan(settings.cache_bytes or CPU_CACHE_BYTES, 0, 0, MemoryUse(), spec, max_pages, settings.cache_bytes)
     total_bytes = memory.total_bytes
@@ -148,7 +148,7 @@ def plan_memory(
         taken_bytes=total_bytes - memory.free_bytes(),
         use=estimated_use(config, Shard(), dtype, limits, choose_feature_cache_bytes(settings, device)),
         spec=spec,
-        max_pages=max_pages,
+        max_pages=None if settings.enable_prefix_caching else max_pages,
         cache_limit_bytes=settings.cache_bytes,
     )
 

@@ -147,7 +147,7 @@ def _memory(request: PlanRequest, config: M3Config) -> MemoryPlan:
         taken_bytes=CONTEXT_BYTES,
         use=estimated_use(config, shard, torch.bfloat16, limits, request.feature_cache_bytes),
         spec=spec,
-        max_pages=request.max_num_seqs * spec.num_pages(max_model_len),
+        max_pages=None,
     )
 
 

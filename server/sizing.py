@@ -73,7 +73,7 @@ class MemoryPlan:
         taken_bytes: taken by others: the CUDA context, other processes.
         use: what the model takes.
         spec: shape of a page on this rank.
-        max_pages: no more than all slots could fill.
+        max_pages: all that would ever be used; None when more pages keep more prefixes.
         cache_limit_bytes: the operator's `cache_bytes`.
     """
 
@@ -82,7 +82,7 @@ class MemoryPlan:
     taken_bytes: int
     use: MemoryUse
     spec: CacheSpec
-    max_pages: int
+    max_pages: int | None
     cache_limit_bytes: int | None = None
 
     @property
@@ -93,9 +93,11 @@ class MemoryPlan:
     @property
     def num_pages(self) -> int:
         """Pages of the cache."""
-        if self.cache_limit_bytes is None:
-            return min(max(0, self.left_bytes) // self.spec.bytes_per_page, self.max_pages)
-        return min(max(0, self.left_bytes), self.cache_limit_bytes) // self.spec.bytes_per_page
+        room_bytes = max(0, self.left_bytes)
+        if self.cache_limit_bytes is not None:
+            return min(room_bytes, self.cache_limit_bytes) // self.spec.bytes_per_page
+        num_pages = room_bytes // self.spec.bytes_per_page
+        return num_pages if self.max_pages is None else min(num_pages, self.max_pages)
 
     @property
     def num_tokens(self) -> int:

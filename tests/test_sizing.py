@@ -27,7 +27,7 @@ def released():
     return M3Config.from_file(RELEASED_DIR)
 
 
-def plan(total=10 * GIB, kept=GIB, taken=GIB, max_pages=1 << 40, limit=None, **use):
+def plan(total=10 * GIB, kept=GIB, taken=GIB, max_pages=None, limit=None, **use):
     return MemoryPlan(total, kept, taken, MemoryUse(**use), SPEC, max_pages, limit)
 
 

@@ -82,16 +82,17 @@ def test_what_the_steps_took_decides_the_cache(checkpoint, caplog):
     caplog.set_level("INFO")
     memory = FakeMemory(3 * GIB)
     parts = build(settings(checkpoint, gpu_memory_utilization=0.5, max_model_len=200, **GPU_LIKE), no_pixels, memory=memory)
-    assert memory.num_profiles == 1
-    assert parts.ready.num_pages == 4 * -(-200 // 16)  # all that four slots can fill
     left_bytes = 3 * GIB - 3 * GIB // 2 - 1_000_000 - 30_000_000 - 7_000_000 - GRAPHS_BYTES - 5_000_000
+    page_bytes = cache_spec(M3Config.from_file(checkpoint), torch.float32).bytes_per_page
+    assert memory.num_profiles == 1
+    assert parts.ready.num_pages == left_bytes // page_bytes
+    assert parts.ready.max_model_len == 200
     assert f"{left_bytes / GIB:.2f}  left for the cache" in caplog.text
-    small = FakeMemory(2 * GIB)
-    config = M3Config.from_file(checkpoint)
-    spec = cache_spec(config, torch.float32)
-    room = 2 * GIB - GIB // 4 - 1_000_000 - 30_000_000 - 7_000_000 - GRAPHS_BYTES - 5_000_000
-    crowd = settings(checkpoint, gpu_memory_utilization=0.875, **{**GPU_LIKE, "max_num_seqs": 32})
-    assert build(crowd, no_pixels, memory=small).ready.num_pages == min(room // spec.bytes_per_page, 32 * 8192 // 16)
+
+
+def test_without_prefixes_to_keep_the_cache_is_no_larger_than_the_slots_fill(checkpoint):
+    chosen = settings(checkpoint, max_model_len=200, enable_prefix_caching=False, **GPU_LIKE)
+    assert build(chosen, no_pixels, memory=FakeMemory(3 * GIB)).ready.num_pages == 4 * -(-200 // 16)
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(checkpoint, monkeypatch):
