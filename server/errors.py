@@ -98,7 +98,13 @@ class RequestFailedError(M3Error):
 
 
 class EngineUnavailableError(M3Error):
-    """The engine is not ready yet, is draining, or died while the request was open."""
+    """The engine is not ready yet, or died while the request was open."""
 
     status = 503
     code = "engine_unavailable"
+
+
+class ShuttingDownError(EngineUnavailableError):
+    """The server takes no new requests, or its time to finish this one is over; another replica may take it."""
+
+    code = "shutting_down"

@@ -36,7 +36,7 @@ def build() -> FastAPI:
     try:
         settings = load_settings()
         configure(settings.log_level.value, as_json=settings.log_format is LogFormat.JSON)
-        return create_app(settings, exits_with_engine=True)
+        return create_app(settings, owns_process=True)
     except SettingsError as error:
         raise refuse(str(error)) from None
 

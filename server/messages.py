@@ -242,6 +242,7 @@ class FailureKind(enum.StrEnum):
     INVALID = "invalid"
     INTERNAL = "internal"
     ENGINE_DEAD = "engine_dead"
+    SHUTDOWN = "shutdown"
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

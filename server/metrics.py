@@ -120,6 +120,10 @@ class Metrics:
         self._requests = Counter(
             "m3_requests", "Requests for an answer by status; 499 is a client that left.", ["status"], registry=self.registry
         )
+        aborted = Counter(
+            "m3_requests_aborted", "Requests that ended before their answer was complete.", ["reason"], registry=self.registry
+        )
+        self._aborted = {reason: aborted.labels(reason) for reason in ("client", "shutdown")}
         self._choices = Counter("m3_choices", "Finished choices by reason.", ["finish_reason"], registry=self.registry)
         self._media_items = Counter("m3_media_items", "Pictures and clips decoded.", registry=self.registry)
         self._media_errors = Counter("m3_media_errors", "Requests refused for a picture or clip.", registry=self.registry)
@@ -134,6 +138,14 @@ class Metrics:
         """A request ended, however it did."""
         self._requests.labels(str(status)).inc()
         self._duration.observe(duration_s)
+
+    def client_left(self) -> None:
+        """A client left before its answer was complete."""
+        self._aborted["client"].inc()
+
+    def shut_down(self, num_requests: int) -> None:
+        """The shutdown's deadline ended that many requests."""
+        self._aborted["shutdown"].inc(num_requests)
 
     def choice_finished(self, reason: str) -> None:
         """A choice has its finish reason."""

@@ -144,6 +144,12 @@ class Settings(BaseSettings):
     max_body_bytes: PositiveInt = Field(64 << 20, description="size of an HTTP request body")
     body_timeout_s: PositiveFloat = Field(120.0, description="a request's body must be there by then")
     engine_start_timeout_s: PositiveFloat = Field(3600.0, description="the model must be loaded by then")
+    stall_timeout_s: PositiveFloat = Field(
+        120.0, description="an engine that ends no step for that long hangs: its stacks are logged and the server ends"
+    )
+    drain_timeout_s: Annotated[float, Field(ge=0)] = Field(
+        600.0, description="after SIGTERM, time for requests that are already there; then they end with an error"
+    )
     slow_client_timeout_s: PositiveFloat = Field(
         120.0, description="a stream is given up when its client reads nothing for that long"
     )

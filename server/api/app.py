@@ -48,7 +48,7 @@ def create_app(
     media: MediaPipeline | None = None,
     chat_format: ChatFormat | None = None,
     grammars: GrammarChecker | None = None,
-    exits_with_engine: bool = False,
+    owns_process: bool = False,
 ) -> FastAPI:
     """Put an application together.
 
@@ -58,14 +58,14 @@ def create_app(
         media: what to use instead of a pool made from the settings.
         chat_format: what to use instead of the checkpoint's files.
         grammars: what to use instead of a process that judges grammars.
-        exits_with_engine: end the process with a non-zero code when the engine cannot start or dies; for a process that
+        owns_process: end the process with a non-zero code when the engine cannot start or dies; for a process that
             serves nothing else.
 
     Raises:
         SettingsError: the API keys cannot be used.
     """
     keys = ApiKeys.from_settings(settings)
-    service = Service(settings, engine, media, chat_format, grammars, exits_with_engine=exits_with_engine)
+    service = Service(settings, engine, media, chat_format, grammars, owns_process=owns_process)
     admin = None if settings.admin_port is None else AdminServer(service, settings.admin_host, settings.admin_port)
 
     @asynccontextmanager

@@ -3,6 +3,7 @@
 It holds a place among the open requests while it lasts, because rendering and tokenizing is work too.
 """
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -41,12 +42,14 @@ async def admitted(request: Request, work: Callable[[Service, bytes], Coroutine[
         M3Error: what is wrong with the request or with the server.
     """
     service: Service = request.app.state.service
-    service.admit()
+    place = service.admit()
     try:
         raw = await body_of(request, service.settings.body_timeout_s)
         return await unless_client_gone(request.receive, work(service, raw))
     except M3Error:
         raise
+    except asyncio.CancelledError as error:
+        raise place.reason(error) from None
     except (ClientGoneError, ClientDisconnect):
         gone = M3Error("the client left")
         gone.status = CLIENT_GONE
@@ -54,7 +57,7 @@ async def admitted(request: Request, work: Callable[[Service, bytes], Coroutine[
     except Exception as error:
         raise from_bug(error, request_id(request.scope)) from None
     finally:
-        service.discharge()
+        place.give_back()
 
 
 def chat_prompt(checker: Checker, body: ChatBody, *, add_generation_prompt: bool = True) -> ShownPrompt:

@@ -7,7 +7,10 @@ the engine dies, this client writes the terminal events itself. It knows nothing
 import asyncio
 import enum
 import logging
+import os
+import select
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ from pathlib import Path
 from server.api.request_stream import RequestStream
 from server.engine_launch import EngineLaunch
 from server.errors import EngineUnavailableError, OverloadedError, PayloadTooLargeError
-from server.heartbeat import Heartbeat
+from server.heartbeat import STACKS_SIGNAL, Heartbeat
 from server.messages import (
     Abort,
     Failed,
@@ -160,6 +163,26 @@ class EngineClient:
         self._open[message.request_id] = _OpenRequest(stream, on_end)
         return stream
 
+    def end_open(self) -> None:
+        """End all open requests on this side, because the server leaves; what the engine still says of them is ignored."""
+        self._fail_open(FailureKind.SHUTDOWN, "the server is shutting down")
+
+    def end_with_stacks(self, timeout_s: float) -> None:
+        """Have a hanging engine print the stacks of its threads, which ends it; kill it if it cannot. From any thread."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return
+        try:
+            signal.pidfd_send_signal(descriptor, STACKS_SIGNAL)
+            if not select.select([descriptor], [], [], timeout_s)[0]:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
+
     async def close(self) -> None:
         """Stop the engine: abort what is open, wait for its answers, kill the process after a deadline. Idempotent."""
         if self.state is EngineState.CLOSED:
@@ -171,7 +194,7 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_open("the server is shutting down")
+        self.end_open()
         self._started.set()
         self.heartbeat.close()
         if self._channel is not None:
@@ -223,7 +246,7 @@ class EngineClient:
             self._failure = f"the engine process left with exit code {code} while starting; its log says why"
         self.state = EngineState.DEAD
         logger.error("the engine process left with exit code %d", code)
-        self._fail_open("the engine died while the request was open")
+        self._fail_open(FailureKind.ENGINE_DEAD, "the engine died while the request was open")
         self._started.set()
         self.died.set()
 
@@ -260,9 +283,9 @@ class EngineClient:
             except Exception:
                 logger.exception("releasing the resources of request %s failed", event.request_id)
 
-    def _fail_open(self, message: str) -> None:
+    def _fail_open(self, kind: FailureKind, message: str) -> None:
         for request_id in list(self._open):
-            self._end(Failed(request_id, FailureKind.ENGINE_DEAD, message))
+            self._end(Failed(request_id, kind, message))
 
     def _send_abort(self, request_id: str) -> None:
         if request_id in self._open:

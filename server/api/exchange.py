@@ -16,6 +16,7 @@ from server.api.access_log import Note, note_of
 from server.api.disconnect import ClientGoneError, unless_client_gone
 from server.api.generate import Generation
 from server.api.middleware import request_id
+from server.api.open_requests import Place
 from server.api.prepare import Prepared
 from server.api.problems import from_bug
 from server.api.service import Service
@@ -57,18 +58,17 @@ class Exchange:
         self._form = form
         self._request_id = identity
         self._note = note
-        self._is_admitted = False
+        self._place: Place | None = None
         self._is_closed = False
 
     def admit(self) -> None:
         """Take a place among the open requests.
 
         Raises:
-            EngineUnavailableError: the server is not ready.
+            EngineUnavailableError: the server is not ready, or drains.
             OverloadedError: there is no place.
         """
-        self._service.admit()
-        self._is_admitted = True
+        self._place = self._service.admit()
 
     async def start(self, raw: bytes) -> bool:
         """Hand the request to the engine; whether it wants a stream."""
@@ -100,10 +100,25 @@ class Exchange:
         self.generation.close()
         if not self._is_closed:
             self._is_closed = True
-            if self._is_admitted:
-                self._service.discharge()
+            if self._place is not None:
+                self._place.give_back()
+                if self.status == CLIENT_GONE:
+                    self._service.metrics.client_left()
             self._service.metrics.request_ended(self.status, self.generation.elapsed_s())
             self._write_note()
+
+    def stream(self) -> EventStream:
+        """The response that sends the events."""
+        if self._place is not None:
+            self._place.keep_task()
+        return EventStream(self.events(), self.close, self._service.settings.slow_client_timeout_s)
+
+    def cancelled(self, error: asyncio.CancelledError) -> BaseException:
+        """What to raise for a cancellation before the first byte."""
+        reason = error if self._place is None else self._place.reason(error)
+        if isinstance(reason, M3Error):
+            self.status = reason.status
+        return reason
 
     def _write_note(self) -> None:
         self._note.status = self.status
@@ -148,10 +163,12 @@ async def answer(request: Request, form: Form) -> Response:
         # No name holds the body, which may be large, while the answer is generated.
         if await unless_client_gone(request.receive, exchange.start(await body_of(request, service.settings.body_timeout_s))):
             is_streaming = True
-            return EventStream(exchange.events(), exchange.close, service.settings.slow_client_timeout_s)
+            return exchange.stream()
         return Response(await unless_client_gone(request.receive, exchange.whole()), media_type="application/json")
     except (ClientGoneError, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
+    except asyncio.CancelledError as error:
+        raise exchange.cancelled(error) from None
     except M3Error as error:
         exchange.status = error.status
         raise

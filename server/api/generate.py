@@ -19,7 +19,15 @@ from server.api.request_stream import RequestStream
 from server.api.service import Service
 from server.api.validate import Call
 from server.api.wire import ChunkChoice, CompletionDetails, PromptDetails, Usage
-from server.errors import BadRequestError, ContextLengthError, EngineUnavailableError, M3Error, MediaError, RequestFailedError
+from server.errors import (
+    BadRequestError,
+    ContextLengthError,
+    EngineUnavailableError,
+    M3Error,
+    MediaError,
+    RequestFailedError,
+    ShuttingDownError,
+)
 from server.media.pipeline import MediaLease
 from server.messages import (
     Failed,
@@ -265,7 +273,7 @@ class Generation:
         reason = FinishReason.STOP
         if isinstance(event, Finished):
             if event.reason is FinishReason.ABORT and not choice.stopped:
-                raise EngineUnavailableError("the server is shutting down")
+                raise ShuttingDownError("the server is shutting down")
             reason = event.reason
             if index % self._num_choices == 0:
                 self._num_cached_tokens += event.num_cached_tokens
@@ -290,6 +298,7 @@ def failure(event: Failed) -> M3Error:
         FailureKind.INVALID: BadRequestError,
         FailureKind.INTERNAL: RequestFailedError,
         FailureKind.ENGINE_DEAD: EngineUnavailableError,
+        FailureKind.SHUTDOWN: ShuttingDownError,
     }
     return errors[event.kind](event.message)
 

@@ -3,30 +3,34 @@
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from server.api.service import Service
+from server.api.service import Service, ServiceState
 from server.metrics import CONTENT_TYPE
 
 router = APIRouter()
 metrics_router = APIRouter()
 
 
-def _status(is_good: bool, good: str, bad: str) -> Response:
-    return JSONResponse({"status": good if is_good else bad}, 200 if is_good else 503)
-
-
 @router.get("/livez")
 async def livez(request: Request) -> Response:
-    """200 unless the engine failed and the process is about to end; also while the model is being loaded."""
+    """200 unless the engine failed or something hangs, and the process is about to end; also while the model is loaded."""
     service: Service = request.app.state.service
-    return _status(service.is_alive, "alive", "failed")
+    return JSONResponse({"state": "alive" if service.is_alive else "failed"}, 200 if service.is_alive else 500)
 
 
 @router.get("/readyz")
-@router.get("/health")
 async def readyz(request: Request) -> Response:
-    """200 while chat requests are taken."""
+    """200 while requests are taken; the state says why not."""
     service: Service = request.app.state.service
-    return _status(service.is_ready, "ready", "not ready")
+    state = service.state
+    return JSONResponse({"state": state.value}, 200 if state is ServiceState.READY else 503)
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """The same in two words, for routers that know no state."""
+    service: Service = request.app.state.service
+    is_ready = service.is_ready
+    return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
 
 @metrics_router.get("/metrics")

@@ -23,6 +23,7 @@ from server.errors import (
     M3Error,
     OverloadedError,
     PayloadTooLargeError,
+    ShuttingDownError,
 )
 from server.logs import frames_of
 
@@ -72,8 +73,8 @@ def error_response(error: M3Error) -> Response:
     headers = {}
     if isinstance(error, EngineUnavailableError | OverloadedError):
         headers["retry-after"] = str(RETRY_AFTER_S)
-    if isinstance(error, PayloadTooLargeError | BodyTimeoutError):
-        headers["connection"] = "close"  # the rest of the body is not read
+    if isinstance(error, PayloadTooLargeError | BodyTimeoutError | ShuttingDownError):
+        headers["connection"] = "close"  # the rest of the body is not read, or nobody will read the next request
     return Response(msgspec.json.encode(error.body()), error.status, headers, media_type="application/json")
 
 

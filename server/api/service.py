@@ -6,9 +6,8 @@ is ready; it never sees how it became so.
 
 import asyncio
 import contextlib
+import enum
 import logging
-import os
-import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +21,11 @@ from server.api.checkpoint import CheckpointError
 from server.api.content import KindLimit, MediaLimits
 from server.api.engine_client import EngineClient, EngineState
 from server.api.grammar_checker import GrammarChecker
+from server.api.lifecycle import Lifecycle
+from server.api.open_requests import Place
 from server.api.prepare import Checker
 from server.api.sampling import Limits
-from server.errors import EngineUnavailableError, OverloadedError
+from server.errors import EngineUnavailableError, OverloadedError, ShuttingDownError
 from server.media.config import MediaConfig
 from server.media.pipeline import MediaPipeline
 from server.messages import Ready
@@ -38,11 +39,18 @@ T = TypeVar("T")
 
 # Rendering and tokenizing. More would only fight for the interpreter's lock; fewer would let two long prompts hold up all.
 NUM_THREADS: Final = 4
-# An orderly end after the engine died is given up then: a client that does not read must not keep the process.
-EXIT_DEADLINE_S: Final = 8.0
-EXIT_CODE: Final = 1
 # Prompts of that many whole windows may wait when the operator does not say; more would wait for minutes.
 NUM_QUEUED_WINDOWS: Final = 8
+
+
+class ServiceState(enum.StrEnum):
+    """What `/readyz` says."""
+
+    LOADING = "loading"
+    WARMING = "warming"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
 
 
 class Service:
@@ -62,19 +70,17 @@ class Service:
         chat_format: ChatFormat | None,
         grammars: GrammarChecker | None,
         *,
-        exits_with_engine: bool,
+        owns_process: bool,
     ) -> None:
-        """`exits_with_engine`: the process ends with a non-zero code when the engine cannot start or dies."""
+        """`owns_process`: signals drain the server, and the process ends with a code that says how it went."""
         self.settings = settings
         self.media = media or MediaPipeline(MediaConfig.from_settings(settings))
         self.metrics = Metrics(settings.model_name, self._snapshot)
         self._engine = engine
         self._chat_format = chat_format
         self._grammars = grammars
-        self._exits_with_engine = exits_with_engine
-        self._has_failed = False
+        self._life = Lifecycle(settings, self.metrics.shut_down, owns_process=owns_process)
         self._admin_port: int | None = None
-        self._num_requests = 0
         self._num_queued_tokens = 0
         self._ready: Ready | None = None
         self._checker: Checker | None = None
@@ -106,14 +112,30 @@ class Service:
         return self._ready.max_model_len
 
     @property
+    def state(self) -> ServiceState:
+        """Where the server is in its life. Load does not change it."""
+        engine = self._engine
+        if not self.is_alive or (engine is not None and engine.state is EngineState.DEAD):
+            return ServiceState.FAILED
+        if self._life.is_draining or (engine is not None and engine.state is EngineState.CLOSED):
+            return ServiceState.DRAINING
+        if engine is None:
+            return ServiceState.LOADING
+        if self._checker is not None and engine.state is EngineState.READY:
+            return ServiceState.READY
+        pulse = engine.heartbeat.pulse()
+        is_loaded = pulse.is_serving or 0 < pulse.num_bytes_to_load <= pulse.num_loaded_bytes
+        return ServiceState.WARMING if is_loaded else ServiceState.LOADING
+
+    @property
     def is_ready(self) -> bool:
         """Whether chat requests are taken."""
-        return self._checker is not None and self.engine.state is EngineState.READY
+        return self.state is ServiceState.READY
 
     @property
     def is_alive(self) -> bool:
-        """Whether waiting for readiness makes sense."""
-        return not self._has_failed
+        """Whether waiting makes sense: the engine has not failed, and nothing hangs."""
+        return self._life.is_alive
 
     @property
     def checker(self) -> Checker:
@@ -121,23 +143,26 @@ class Service:
         assert self._checker is not None
         return self._checker
 
-    def admit(self) -> None:
-        """Count a request in; `discharge` counts it out.
+    def admit(self) -> Place:
+        """A place for the request that the current task serves; whoever gets it gives it back.
 
         Raises:
+            ShuttingDownError: the server drains.
             EngineUnavailableError: not ready.
             OverloadedError: as many requests as may run and wait are there already, whatever they are waiting for.
         """
-        if not self.is_ready:
-            is_starting = self.engine.state in (EngineState.STARTING, EngineState.READY) and not self._has_failed
-            raise EngineUnavailableError("the model is being loaded" if is_starting else "the engine is not running")
-        if max(self._num_requests, self.engine.num_open) >= self.settings.max_num_seqs + self.settings.max_queued_requests:
+        state = self.state
+        if state is ServiceState.DRAINING:
+            raise ShuttingDownError("the server is shutting down")
+        if state is not ServiceState.READY:
+            has_failed = state is ServiceState.FAILED
+            raise EngineUnavailableError("the engine is not running" if has_failed else "the model is being loaded")
+        if (
+            max(len(self._life.requests), self.engine.num_open)
+            >= self.settings.max_num_seqs + self.settings.max_queued_requests
+        ):
             raise OverloadedError("too many requests are open; retry later")
-        self._num_requests += 1
-
-    def discharge(self) -> None:
-        """A request that was admitted has ended."""
-        self._num_requests -= 1
+        return self._life.requests.enter()
 
     def queue(self, num_tokens: int) -> None:
         """Count a prompt in that waits for its first token; `unqueue` counts it out. An empty queue takes any prompt.
@@ -161,28 +186,26 @@ class Service:
     async def start(self, admin_port: int | None = None) -> None:
         """Start the children; returns before the model is loaded. `admin_port` listens too, and not for clients."""
         self._admin_port = admin_port
+        self._life.start()
         await self.media.start()
         if self._engine is None:
             self._engine = EngineClient(self.settings, self.media.slab_name)
         await self.engine.start()
+        self._life.watch(self.engine)
         self._tasks.append(asyncio.create_task(self._supervise(), name="supervisor"))
 
     async def stop(self) -> None:
-        """Stop the children. Does not return when the process has to end because of the engine."""
+        """Stop the children. Does not return when the process has to end with a code of its own."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        try:
-            async with contextlib.AsyncExitStack() as children:  # one that fails to stop does not keep the others
-                children.callback(self._threads.shutdown, wait=False, cancel_futures=True)
-                if self._grammars is not None:
-                    children.push_async_callback(self._grammars.close)
-                children.push_async_callback(self.media.close)
-                if self._engine is not None:
-                    children.push_async_callback(self._engine.close)
-        finally:
-            if self._has_failed and self._exits_with_engine:
-                leave()
+        async with self._life.stopping(), contextlib.AsyncExitStack() as children:  # all are stopped, also after a failure
+            children.callback(self._threads.shutdown, wait=False, cancel_futures=True)
+            if self._grammars is not None:
+                children.push_async_callback(self._grammars.close)
+            children.push_async_callback(self.media.close)
+            if self._engine is not None:
+                children.push_async_callback(self._engine.close)
 
     async def _supervise(self) -> None:
         """Become ready, then wait for the engine's death."""
@@ -196,11 +219,7 @@ class Service:
             logger.critical("the checkpoint cannot be used: %s", error)
         except Exception:
             logger.critical("the server cannot start", exc_info=True)
-        self._has_failed = True
-        if self._exits_with_engine:
-            # uvicorn's orderly end: no new connections, open ones get their error, then `stop`.
-            asyncio.get_running_loop().call_later(EXIT_DEADLINE_S, leave)
-            os.kill(os.getpid(), signal.SIGTERM)
+        self._life.fail()
 
     async def _become_ready(self) -> None:
         if self._chat_format is None:
@@ -244,9 +263,3 @@ class Service:
             page_size=None if self._ready is None else self._ready.page_size,
             stats={} if stats is None else msgspec.structs.asdict(stats),
         )
-
-
-def leave() -> None:
-    """End the process at once with a non-zero code. Interpreter shutdown could wait for a thread or hide the code."""
-    logging.shutdown()
-    os._exit(EXIT_CODE)

@@ -16,6 +16,7 @@ from server.api.engine_client import EngineState
 from server.api.request_stream import RequestStream
 from server.errors import BadRequestError, EngineUnavailableError, MediaError, OverloadedError
 from server.grammars import GrammarError, GrammarTokenizer
+from server.heartbeat import Heartbeat
 from server.media.geometry import Size
 from server.media.types import MediaPlan
 from server.messages import (
@@ -109,6 +110,7 @@ class ScriptedEngine:
         self.state = EngineState.STARTING
         self.ready = None
         self.stats = Stats(1, 2, num_pages, num_pages - 30, 10, 5, 6, 7, 8, 9, 3)
+        self.heartbeat = Heartbeat()
         self.died = asyncio.Event()
         self._starts_ready = ready
         self._open = {}
@@ -186,10 +188,13 @@ class ScriptedEngine:
             self._end(Failed(request_id, FailureKind.ENGINE_DEAD, "the engine died"))
         self.died.set()
 
+    def end_open(self):
+        for request_id in list(self._open):
+            self._end(Failed(request_id, FailureKind.SHUTDOWN, "the server is shutting down"))
+
     async def close(self):
         self.state = EngineState.CLOSED
-        for request_id in list(self._open):
-            self._end(Failed(request_id, FailureKind.ENGINE_DEAD, "the server is shutting down"))
+        self.end_open()
 
 
 class ScriptedMedia:
@@ -323,7 +328,7 @@ class LiveServer:
     @property
     def num_requests(self):
         """Requests that hold a place."""
-        return self._app.state.service._num_requests
+        return len(self._app.state.service._life.requests)
 
     def call(self, function):
         self.loop.call_soon_threadsafe(function)

@@ -288,4 +288,4 @@ def test_when_the_engine_dies_every_open_request_ends_with_an_error():
     (whole, stream), ready, alive, late = asyncio.run(run())
     assert whole.status_code == 503
     assert '"code":"engine_unavailable"' in stream.text.split("\n\n")[-2]
-    assert (ready.status_code, alive.status_code, late.status_code) == (503, 503, 503)
+    assert (ready.status_code, alive.status_code, late.status_code) == (503, 500, 503)

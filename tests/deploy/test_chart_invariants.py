@@ -5,6 +5,8 @@ import math
 import pytest
 import yaml
 
+from server.api.drain import LAST_WORDS_S
+from server.api.process import TEARDOWN_S
 from server.settings import PREFIX, Settings, load_settings
 from tests.deploy.tools import (
     CHART,
@@ -23,7 +25,6 @@ from tests.deploy.tools import (
 
 # What the chart can set for a later server; today's refuses them.
 PLANNED_SETTINGS = {
-    "M3_DRAIN_TIMEOUT_S",
     "M3_LEADER_ADDRESS",
     "M3_NODE_RANK",
     "M3_NUM_NODES",
@@ -86,15 +87,17 @@ def test_the_grace_period_is_the_sum_of_its_parts(path):
             container = pod["spec"]["containers"][0]
             assert pod["spec"]["terminationGracePeriodSeconds"] == sum(drain.values())
             assert container["lifecycle"]["preStop"]["sleep"]["seconds"] == drain["preStopSeconds"]
-            assert f"--timeout-graceful-shutdown={drain['drainSeconds']}" in container["args"]
             assert pod["spec"]["terminationGracePeriodSeconds"] > drain["preStopSeconds"] + drain["drainSeconds"]
 
 
 @every_values
-def test_a_planned_drain_has_the_same_deadline(path):
-    environment = server_environment(render(path))
-    if "M3_DRAIN_TIMEOUT_S" in environment:
-        assert environment["M3_DRAIN_TIMEOUT_S"] == str(values_of(path)["drain"]["drainSeconds"])
+def test_the_server_drains_for_as_long_as_the_grace_period_allows(path):
+    assert server_environment(render(path))["M3_DRAIN_TIMEOUT_S"] == str(values_of(path)["drain"]["drainSeconds"])
+
+
+def test_the_shortest_teardown_is_longer_than_the_server_s_own():
+    schema = yaml.safe_load((CHART / "values.schema.json").read_text())
+    assert schema["properties"]["drain"]["properties"]["teardownSeconds"]["minimum"] > 2 * LAST_WORDS_S + TEARDOWN_S
 
 
 @every_values

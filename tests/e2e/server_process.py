@@ -20,10 +20,11 @@ EXAMPLE = re.compile(r"curl (http://\S+?)/v1/chat/completions .*")
 
 
 class ServerProcess:
-    """A context manager; `url` is known when it is entered."""
+    """A context manager; `url` is known when it is entered, unless it shall only wait for a line with some text."""
 
-    def __init__(self, command=SERVE, **environment):
+    def __init__(self, command=SERVE, wait_for=None, **environment):
         self._command = command
+        self._wait_for = wait_for
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
         self.lines = []
         self.url = None
@@ -37,8 +38,8 @@ class ServerProcess:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
         with self._changed:
-            assert self._changed.wait_for(lambda: self.url or self.process.poll() is not None, START_TIMEOUT_S), self.log
-        assert self.url, self.log
+            assert self._changed.wait_for(lambda: self._has_begun or self.process.poll() is not None, START_TIMEOUT_S), self.log
+        assert self._has_begun, self.log
         return self
 
     def __exit__(self, *_):
@@ -49,6 +50,10 @@ class ServerProcess:
         finally:
             self.process.kill()
             self._reader.join(10)
+
+    @property
+    def _has_begun(self):
+        return self.url if self._wait_for is None else self._wait_for in self.log
 
     @property
     def log(self):

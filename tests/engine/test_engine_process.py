@@ -194,8 +194,9 @@ def test_the_heartbeat_shows_the_load_and_the_steps(checkpoint):
 
 def test_asked_for_its_stacks_the_engine_prints_them_and_ends(checkpoint, capfd):
     async def scenario(client):
-        os.kill(client.pid, STACKS_SIGNAL)
+        await asyncio.to_thread(client.end_with_stacks, TIMEOUT_S)
         await client.died.wait()
+        await asyncio.to_thread(client.end_with_stacks, TIMEOUT_S)  # nothing is left to end
         assert client.exit_code == -STACKS_SIGNAL
         stacks = capfd.readouterr().err
         assert "Thread 0x" in stacks

@@ -93,13 +93,12 @@ spec:
     - name: server
       image: {{ include "m3.image" $root }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
-      # The image's entry point is an init that passes SIGTERM on to uvicorn alone.
+      # The image's entry point is an init that passes SIGTERM on to the server alone.
       args:
         - uvicorn
         - server.main:app
         - --host=0.0.0.0
         - --port=8000
-        - --timeout-graceful-shutdown={{ int64 $values.drain.drainSeconds }}
       envFrom:
         - configMapRef:
             name: {{ include "m3.fullname" $root }}-settings
