@@ -1,9 +1,10 @@
 """The physical limit of a decoder layer: bytes that a step has to read over the copy rate, or its FLOPs over the matrix rate.
 
-Bytes of a layer: its weights, of the routed experts only as many as T tokens with independent choices hit on average,
-E * (1 - (1 - k / E)^T); the index keys of every sequence; keys and values of the selected blocks (sparse) or of the whole
-context (dense). Activations, norms' outputs and page tables are left out. FLOPs: two per weight and token, the index scores
-2 * Hi * Di per visible key, and 4 * Hq * D per attended key. The limit of several layers is the sum of theirs.
+Bytes of a layer: its weights, of the routed experts only those that the T tokens hit (counted where a row says so, otherwise
+what independent choices hit on average, E * (1 - (1 - k / E)^T)); the index keys of every sequence; keys and values of the
+selected blocks (sparse) or of the whole context (dense). Activations and page tables are left out. FLOPs: two per weight and
+token, the index scores 2 * Hi * Di per visible key, and 4 * Hq * D per attended key. The limit of several layers is the sum
+of theirs.
 """
 
 import re
@@ -81,15 +82,16 @@ class LayerLimits:
                 group = self._experts if match[2] in _EXPERTS else self._shared
                 group.setdefault(int(match[1]), []).append(parameter)
 
-    def layer(self, layer: int, chunks: Sequence[Chunk]) -> Work:
-        """The least work of `layer` in a step over `chunks`."""
+    def layer(self, layer: int, chunks: Sequence[Chunk], distinct: float | None = None) -> Work:
+        """The least work of `layer` in a step over `chunks` that touches `distinct` routed experts; as expected if None."""
         config = self._config
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         shared, experts = self._shared[layer], self._experts.get(layer, [])
-        distinct = expected_experts(config.num_experts, config.num_experts_per_token, num_tokens)
-        num_bytes = sum(map(self._bytes, shared)) + sum(map(self._bytes, experts)) * distinct / config.num_experts
-        per_token = sum(map(_num_products, shared))
-        per_token += sum(map(_num_products, experts)) * config.num_experts_per_token // config.num_experts
+        if distinct is None:
+            distinct = expected_experts(config.num_experts, config.num_experts_per_token, num_tokens)
+        num_bytes = sum(map(self._bytes, shared)) + sum(self._bytes(p) * self._share(p, distinct) for p in experts)
+        chosen = float(config.num_experts_per_token)
+        per_token = sum(map(_num_products, shared)) + sum(_num_products(p) * self._share(p, chosen) for p in experts)
         flops = 2.0 * num_tokens * per_token
         window = config.topk_blocks * config.block_size
         is_sparse = config.layer_is_sparse[layer]
@@ -104,9 +106,13 @@ class LayerLimits:
                 num_bytes += config.index_dim * self._itemsize * chunk.num_keys
         return Work(num_bytes, flops)
 
-    def limit_us(self, layers: Iterable[int], chunks: Sequence[Chunk]) -> float:
-        """Sum of the limits of `layers`."""
-        return sum(self.layer(layer, chunks).limit_us for layer in layers)
+    def limit_us(self, layers: Iterable[int], chunks: Sequence[Chunk], distinct: float | None = None) -> float:
+        """Sum of the limits of `layers`; see `layer`."""
+        return sum(self.layer(layer, chunks, distinct).limit_us for layer in layers)
+
+    def _share(self, stack: Parameter, num_routed: float) -> float:
+        """The part of a stack of experts that is used; behind the routed ones there may be the shared one."""
+        return (num_routed + stack.shape[0] - self._config.num_experts) / stack.shape[0]
 
     def _bytes(self, parameter: Parameter) -> float:
         return prod(parameter.shape) * (parameter.dtype.itemsize if parameter.dtype else self._itemsize)

@@ -27,6 +27,7 @@ from server.model.shard import Shard
 
 PARTS = ("prefill", "prompt", "decode", "head", "loop")
 ALL_REDUCE = RESULTS / "all-reduce-2x-nvidia-h200.json"
+DENSE_LAYERS, DENSE_LAYERS_OF_SHARD = 2, 8  # half of them read more than the second-level cache holds
 _K = 1024
 
 
@@ -74,9 +75,10 @@ def rows_of(arguments: argparse.Namespace, dtype_name: str, parts: set[str]) -> 
     num_dense, num_sparse = map(int, arguments.layers.split("+"))
     shard = Shard(0, arguments.shard)
     dtype = torch.float32 if dtype_name == "fp32" else torch.bfloat16
+    torch.manual_seed(0)
     whole = Slice(
         arguments.config,
-        Layers(num_dense, num_sparse),
+        Layers(max(num_dense, DENSE_LAYERS if shard.world == 1 else DENSE_LAYERS_OF_SHARD), num_sparse),
         device,
         dtype,
         shard,
@@ -86,7 +88,7 @@ def rows_of(arguments: argparse.Namespace, dtype_name: str, parts: set[str]) -> 
     pools = random_pools(cache_spec(whole.config, dtype, shard), arguments.pool_bytes, device)
     limits = LayerLimits(whole.config.text, shard, whole.parameters, dtype.itemsize)
     name = {"bf16": "bfloat16", "fp32": "float32"}.get(dtype_name, dtype_name)
-    bench = Bench(whole, name, pools, limits, use_graphs=not arguments.eager)
+    bench = Bench(whole, Layers(num_dense, num_sparse), name, pools, limits, use_graphs=not arguments.eager)
     if "prefill" in parts:
         yield from prefill_rows(bench, [(start, count) for start, count in chunks])
     if "prompt" in parts:

@@ -9,6 +9,7 @@ from torch import Tensor
 from benchmarks.limits import Chunk
 from server.kernels.attention_batch import AttentionBatch
 from server.kvcache.pools import CachePools, CacheSpec
+from server.model.decode_graphs import context_ladder
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ def random_pools(spec: CacheSpec, num_bytes: int, device: torch.device) -> Cache
     return pools
 
 
-def decode_case(batch_size: int, context: int, pools: CachePools, vocab_size: int) -> StepCase:
+def decode_case(batch_size: int, context: int, pools: CachePools, vocab_size: int, window: int) -> StepCase:
     """A step of `batch_size` sequences that have `context` tokens with the one of this step; pages in random order.
+
+    Kernels are launched for the longest context that the serving graph of such a step takes, in a model of `window` tokens.
 
     Where the pool is too small, sequences share pages. What a kernel reads between two uses of one is then larger than the
     second-level cache by far, so it comes from memory each time.
@@ -46,6 +49,7 @@ def decode_case(batch_size: int, context: int, pools: CachePools, vocab_size: in
     num_blocks = -(-context // page)
     count = batch_size * num_blocks
     table = (torch.randperm(count, device=device) % pools.num_pages).view(batch_size, num_blocks).int()
+    bound = next(rung for rung in context_ladder(window) if rung >= context)
     seq_lens = torch.full((batch_size,), context, dtype=torch.int32, device=device)
     positions = seq_lens.long() - 1
     batch = AttentionBatch(
@@ -53,11 +57,11 @@ def decode_case(batch_size: int, context: int, pools: CachePools, vocab_size: in
         slot_mapping=table[:, -1].long() * page + positions % page,
         query_start=torch.arange(batch_size + 1, dtype=torch.int32, device=device),
         seq_lens=seq_lens,
-        page_table=table,
+        page_table=torch.nn.functional.pad(table, (0, -(-bound // page) - num_blocks)),
         sequence_of_token=torch.arange(batch_size, dtype=torch.int32, device=device),
         num_decodes=batch_size,
         max_query_len=1,
-        max_seq_len=context,
+        max_seq_len=bound,
         page_size=page,
     )
     token_ids = torch.randint(vocab_size, (batch_size,), device=device)

@@ -35,7 +35,7 @@ def head_rows(bench: Bench, batches: Sequence[int]) -> Iterator[StepRow]:
 
 
 def _logits_row(bench: Bench, batch_size: int) -> StepRow:
-    model, head = bench.whole.model(Layers(0, 0)), bench.whole.weights["lm_head"]
+    model, head = bench.whole.model(Layers(1, 0)), bench.whole.weights["lm_head"]
     hidden = torch.randn((batch_size, head.shape[1]), dtype=model.dtype, device=model.device)
     timing, mode = time_decode(lambda: model.logits(hidden), bench.use_graphs)
     limit = limit_us(head.numel() * head.itemsize, 2.0 * head.numel() * batch_size)

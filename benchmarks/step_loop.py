@@ -15,12 +15,13 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.step_cases import decode_case
+from benchmarks.limits import Chunk
 from benchmarks.step_parts import Bench
 from benchmarks.step_report import StepRow
 from benchmarks.timing import Timing, summary
 from server.engine import Engine
 from server.messages import Failed, Finished, FromEngine, SamplingParams, Shutdown, SlabRef, Submit, ToEngine, Tokens
+from server.model.decode_graphs import CudaRecorder, Replay
 from server.model.media_features import Pixels
 from server.model.pending_step import PendingStep
 from server.model.runner import ModelRunner
@@ -38,9 +39,10 @@ class Mode:
 
     name: str
     overlap: bool
+    graphs: bool
 
 
-MODES = (Mode("plain", False), Mode("overlapped", True))
+MODES = (Mode("plain", False, False), Mode("plain, graphs", False, True), Mode("overlapped, graphs", True, True))
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,12 @@ def requests(batch: int, context: int, num_tokens: int, vocab_size: int) -> list
     return [Submit(f"request {i}", prompt, sampling) for i, prompt in enumerate(prompts)]
 
 
+def repeat(work: Callable[[], None]) -> Replay:
+    """A graph without a GPU: `work` itself, run once before as a capture does."""
+    work()
+    return work
+
+
 def no_pixels(ref: SlabRef) -> Pixels:
     """There are no pictures here."""
     raise RuntimeError(f"nobody sent {ref}")
@@ -176,7 +184,7 @@ def loop_row(bench: Bench, mode: Mode, batch: int, context: int, num_tokens: int
         measured = _measure(bench, mode, batch, context, num_tokens)
     except Exception as error:
         return bench.failed("loop", what, error, **common)
-    limit = bench.limit_us(bench.layers, decode_case(batch, context, bench.pools, 2))
+    limit = bench.limits.limit_us(bench.layer_ids(bench.layers), [Chunk(context - 1, 1)] * batch)
     num_layers = bench.layers.num_dense + bench.layers.num_sparse
     row = bench.row("loop", what, measured.step, limit, num_layers, "host clock", **common)
     busy = measured.busy_us
@@ -197,20 +205,24 @@ class _Measured:
     busy_us: float | None
 
 
-def _measure(bench: Bench, mode: Mode, batch: int, context: int, num_tokens: int) -> _Measured:
-    model, pools = bench.whole.model(bench.layers), bench.pools
-    vocab_size, max_len = model.config.text.vocab_size, context + num_tokens
-    runner = TimedRunner(
-        ModelRunner(
-            model,
-            pools,
-            max_num_seqs=batch,
-            max_model_len=max_len,
-            vocab_size=vocab_size,
-            read_pixels=no_pixels,
-            base_seed=0,
-        )
+def _model_runner(bench: Bench, mode: Mode, batch: int, max_len: int) -> ModelRunner:
+    runner = ModelRunner(
+        bench.whole.model(bench.layers),
+        bench.pools,
+        max_num_seqs=batch,
+        max_model_len=max_len,
+        vocab_size=bench.whole.config.text.vocab_size,
+        read_pixels=no_pixels,
+        base_seed=0,
     )
+    if mode.graphs:
+        runner.capture_graphs(CudaRecorder() if bench.pools.device.type == "cuda" else repeat)
+    return runner
+
+
+def _measure(bench: Bench, mode: Mode, batch: int, context: int, num_tokens: int) -> _Measured:
+    pools, vocab_size, max_len = bench.pools, bench.whole.config.text.vocab_size, context + num_tokens
+    runner = TimedRunner(_model_runner(bench, mode, batch, max_len))
     budget = max(batch, STEP_TOKENS)
     scheduler = Scheduler(SchedulerConfig(batch, budget, max_len, pools.page_size, pools.num_pages))
 
@@ -237,7 +249,7 @@ def _measure(bench: Bench, mode: Mode, batch: int, context: int, num_tokens: int
 
 def _busy_us(engine_of: Callable[[ScriptedChannel], Engine], submits: Sequence[Submit], runner: TimedRunner) -> float:
     """Microseconds in which at least one kernel or copy ran while `submits` were answered."""
-    with profile(activities=[ProfilerActivity.CUDA]) as run:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as run:
         serve(engine_of, submits, runner)
     events = [event for event in run.events() or () if event.device_type.name == "CUDA"]
     return union_us((event.time_range.start, event.time_range.end) for event in events)

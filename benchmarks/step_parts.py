@@ -1,12 +1,12 @@
 """Decode steps, prefill chunks and the model's head on slices: rows of the step benchmark.
 
-A layer's time is a difference of slices that share their weights: with `n` sparse layers more, and without the dense one.
-Every part has so many layers that what one run reads is larger than the second-level cache.
+A layer's time is a difference of slices that share their weights, one with more layers of its kind: `Bench.layers` less half of
+its sparse ones, and dense layers alone. What one run reads is larger than the second-level cache.
 """
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,7 +38,8 @@ class Bench:
     """What all parts share.
 
     Attributes:
-        whole: the weights.
+        whole: the weights; they may have more dense layers than the slice that is named and timed as a whole.
+        layers: that slice.
         dtype: as rows name it.
         pools: the cache.
         limits: of the whole slice's layers.
@@ -46,25 +47,20 @@ class Bench:
     """
 
     whole: Slice
+    layers: Layers
     dtype: str
     pools: CachePools
     limits: LayerLimits
     use_graphs: bool
 
-    @property
-    def layers(self) -> Layers:
-        """The whole slice."""
-        return self.whole.layers
+    def limit_us(self, layers: Layers, case: StepCase, distinct: float | None = None) -> float:
+        """Limit of the layers of a part of the slice in a step that touches `distinct` experts, see `limits`."""
+        return self.limits.limit_us(self.layer_ids(layers), case.chunks, distinct)
 
-    @property
-    def half(self) -> Layers:
-        """The slice with fewer sparse layers, for differences."""
-        return Layers(self.layers.num_dense, max(1, self.layers.num_sparse // 2))
-
-    def limit_us(self, layers: Layers, case: StepCase) -> float:
-        """Limit of the layers of a part of the slice."""
-        dense, first = range(layers.num_dense), self.layers.num_dense
-        return self.limits.limit_us([*dense, *range(first, first + layers.num_sparse)], case.chunks)
+    def layer_ids(self, layers: Layers) -> list[int]:
+        """Where the layers of a part of the slice are among all that have weights."""
+        first = self.whole.layers.num_dense
+        return [*range(layers.num_dense), *range(first, first + layers.num_sparse)]
 
     def row(self, part: str, what: str, timing: Timing, limit: float, num_layers: int, mode: str, **more: object) -> StepRow:
         """A row whose times and limit cover `num_layers` layers."""
@@ -128,36 +124,33 @@ def step_rows(
 ) -> Iterator[StepRow]:
     """The whole slice, one sparse layer and one dense layer in a step."""
     batch, context, num_tokens = len(case.chunks), case.chunks[0].num_keys, case.chunks[0].num_tokens
-    common: dict[str, object] = {
-        "batch": batch,
-        "context": context,
-        "num_tokens": num_tokens,
-        "page_uses": round(case.page_uses, 2),
-    }
-    whole, half = bench.layers, bench.half
+    common: dict[str, object] = {"batch": batch, "context": context, "num_tokens": num_tokens}
+    common |= {"page_uses": round(case.page_uses, 2), "layers": str(bench.layers)}
+    whole, dense = bench.layers, bench.whole.layers.num_dense
+    half = replace(whole, num_sparse=whole.num_sparse // 2)
+    parts = {whole, half, Layers(dense, 0), Layers(dense // 2, 0)} - {Layers(0, 0)}
     try:
-        timings = {}
-        for layers in (whole, half, Layers(0, half.num_sparse)):
-            model = bench.whole.model(layers)
-            timings[layers], mode = time(_forward(model, case, bench.pools))
-        experts = round(distinct_experts(bench.whole, whole, case, bench.pools), 1)
+        timings = {layers: time(_forward(bench.whole.model(layers), case, bench.pools)) for layers in parts}
+        distinct = distinct_experts(bench.whole, whole, case, bench.pools)
     except Exception as error:
         yield bench.failed(part, "slice", error, **common)
         return
-    common |= {"layers": str(whole)}
+    timing, mode = timings[whole]
     num_layers = whole.num_dense + whole.num_sparse
     is_named = whole == _GOAL_SLICE and batch == 1 and context in (num_tokens, PREFILL_TOKENS)
     goal = GOALS_US.get((part, bench.dtype, context)) if is_named and bench.whole.shard.world == 1 else None
-    limit = bench.limit_us(whole, case)
-    yield bench.row(part, "slice", timings[whole], limit, num_layers, mode, goal_us=goal, distinct_experts=experts, **common)
-    if whole.num_sparse > half.num_sparse:
-        difference = _difference(timings[whole], timings[half])
-        limit = bench.limit_us(Layers(0, whole.num_sparse - half.num_sparse), case)
-        yield bench.row(part, "sparse layer", difference, limit, whole.num_sparse - half.num_sparse, mode, **common)
-    if half.num_dense:
-        difference = _difference(timings[half], timings[Layers(0, half.num_sparse)])
-        limit = bench.limit_us(Layers(half.num_dense, 0), case)
-        yield bench.row(part, "dense layer", difference, limit, half.num_dense, mode, **common)
+    experts = {"distinct_experts": round(distinct, 1)}
+    limit = bench.limit_us(whole, case, distinct)
+    yield bench.row(part, "slice", timing, limit, num_layers, mode, goal_us=goal, **experts, **common)
+    if half in timings:
+        num_more = whole.num_sparse - half.num_sparse
+        limit = bench.limit_us(Layers(0, num_more), case, distinct)
+        difference = _difference(timing, timings[half][0])
+        yield bench.row(part, "sparse layer", difference, limit, num_more, mode, **experts, **common)
+    if dense >= 2:
+        difference = _difference(timings[Layers(dense, 0)][0], timings[Layers(dense // 2, 0)][0])
+        limit = bench.limit_us(Layers(dense - dense // 2, 0), case)
+        yield bench.row(part, "dense layer", difference, limit, dense - dense // 2, mode, **common)
 
 
 def _forward(model: M3Model, case: StepCase, pools: CachePools) -> Callable[[], object]:
@@ -166,11 +159,11 @@ def _forward(model: M3Model, case: StepCase, pools: CachePools) -> Callable[[], 
 
 def decode_rows(bench: Bench, batches: list[int], contexts: list[int], most_tokens: int) -> Iterator[StepRow]:
     """Decode steps of all batch sizes and contexts, up to `most_tokens` tokens of context together."""
-    vocab_size = bench.whole.config.text.vocab_size
+    text = bench.whole.config.text
     for context in contexts:
         for batch_size in batches:
             if batch_size * context <= most_tokens:
-                case = decode_case(batch_size, context, bench.pools, vocab_size)
+                case = decode_case(batch_size, context, bench.pools, text.vocab_size, text.max_position_embeddings)
                 yield from step_rows(bench, "decode", case, lambda call: time_decode(call, bench.use_graphs))
 
 

@@ -61,15 +61,16 @@ def test_quantised_weights_have_the_spread_of_plain_ones(tiny_config):
 def test_decode_cases_share_pages_only_when_the_pool_is_too_small(tiny_slice):
     spec = cache_spec(tiny_slice.config, torch.float32)
     roomy, small = (random_pools(spec, num_pages * spec.bytes_per_page, CPU) for num_pages in (6, 4))
-    case = decode_case(2, 300, roomy, 100)
-    assert case.batch.page_table.unique().numel() == 6
+    case = decode_case(2, 300, roomy, 100, 512)
+    assert case.batch.page_table[:, :3].unique().numel() == 6
+    assert (case.batch.page_table.shape[1], case.batch.max_seq_len) == (4, 512)
     assert (case.page_uses, case.chunks[0].num_keys) == (1, 300)
-    assert decode_case(2, 300, small, 100).page_uses == 1.5
+    assert decode_case(2, 300, small, 100, 512).page_uses == 1.5
 
 
 def test_the_experts_of_a_step_are_counted(tiny_slice):
     pools = random_pools(cache_spec(tiny_slice.config, torch.float32), 1 << 22, CPU)
-    one = distinct_experts(tiny_slice, Layers(1, 2), decode_case(1, 20, pools, 100), pools)
+    one = distinct_experts(tiny_slice, Layers(1, 2), decode_case(1, 20, pools, 100, 512), pools)
     many = distinct_experts(tiny_slice, Layers(1, 2), prefill_case(0, 200, pools, 100), pools)
     assert one == tiny_slice.config.text.num_experts_per_token
     assert one < many <= tiny_slice.config.text.num_experts
