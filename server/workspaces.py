@@ -7,6 +7,7 @@ that live at the same time, one layer's, as the kernels allocate them; see docs/
 import torch
 
 from server.model.config import M3Config
+from server.model.decode_graphs import batch_ladder, context_ladder
 from server.model.shard import Shard
 from server.model.weights import parameters
 from server.sizing import MemoryUse, StepLimits, weights_bytes
@@ -14,8 +15,8 @@ from server.sizing import MemoryUse, StepLimits, weights_bytes
 CONTEXT_BYTES = 1 << 30
 """The CUDA context, loaded kernels and NCCL's buffers."""
 
-GRAPHS_BYTES = 1 << 30
-"""Kept for captured decode steps until they are captured."""
+GRAPH_LAYER_BYTES = 256 << 10
+"""What the driver keeps of one captured decode step, per layer: some twenty kernels with their arguments."""
 
 _LOGIT_BYTES = 40  # per logit: fp32 before and after adjustment, sorted values and int64 ranks, probabilities, noise
 _STREAM_TENSORS = 4  # [T, hidden]: residual, its sum, the normed input and the sublayer's output
@@ -78,6 +79,14 @@ def _vision(config: M3Config, itemsize: int, num_tokens: int) -> int:
     return num_tokens * vision.spatial_merge_size**2 * per_patch
 
 
+def graphs_bytes(config: M3Config, itemsize: int, limits: StepLimits) -> int:
+    """The captured decode steps of one rank: the driver's nodes, and the memory of the largest step, which all share."""
+    text = config.text
+    num_graphs = len(batch_ladder(limits.max_num_seqs)) * len(context_ladder(limits.max_model_len))
+    row_bytes = 2 * 4 * text.vocab_size + _STREAM_TENSORS * text.hidden_size * itemsize
+    return num_graphs * text.num_layers * GRAPH_LAYER_BYTES + limits.max_num_seqs * row_bytes
+
+
 def estimated_use(
     config: M3Config, shard: Shard, dtype: torch.dtype, limits: StepLimits, feature_cache_bytes: int
 ) -> MemoryUse:
@@ -90,6 +99,6 @@ def estimated_use(
     return MemoryUse(
         weights=weights_bytes(parameters(config, shard), dtype) + tables,
         workspaces=workspace_bytes(config, shard, dtype.itemsize, limits),
-        graphs=GRAPHS_BYTES,
+        graphs=graphs_bytes(config, dtype.itemsize, limits),
         features=feature_cache_bytes,
     )

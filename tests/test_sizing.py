@@ -14,7 +14,7 @@ from server.model.quantization import Quantization
 from server.model.shard import Shard
 from server.model.weights import parameters
 from server.sizing import GIB, MemoryPlan, MemoryUse, NoRoomError, StepLimits, require_room, size, table, weights_bytes
-from server.workspaces import workspace_bytes
+from server.workspaces import graphs_bytes, workspace_bytes
 
 BF16 = torch.bfloat16
 SPEC = CacheSpec((False, True, True), num_kv_heads=2, head_dim=64, index_dim=64, page_size=128, dtype=BF16)
@@ -67,10 +67,17 @@ def test_the_workspace_holds_the_two_gigabytes_of_page_major_attention(released)
     assert estimate < 4 * GIB
 
 
+def test_captured_steps_of_the_released_model_take_about_a_gibibyte(released):
+    assert GIB // 2 < graphs_bytes(released, 2, LIMITS) < 2 * GIB
+
+
 @given(st.integers(1, 16384), st.integers(1, 1 << 20))
 def test_larger_steps_never_take_less(num_tokens, max_model_len):
     config = M3Config.from_file(RELEASED_DIR)
-    estimate = workspace_bytes(config, Shard(), 2, StepLimits(64, num_tokens, max_model_len))
+    limits = StepLimits(64, num_tokens, max_model_len)
+    assert graphs_bytes(config, 2, limits) <= graphs_bytes(config, 2, replace(limits, max_num_seqs=65))
+    assert graphs_bytes(config, 2, limits) <= graphs_bytes(config, 2, replace(limits, max_model_len=max_model_len + 9000))
+    estimate = workspace_bytes(config, Shard(), 2, limits)
     assert estimate <= workspace_bytes(config, Shard(), 2, StepLimits(64, num_tokens + 100, max_model_len))
     assert estimate <= workspace_bytes(config, Shard(), 2, StepLimits(64, num_tokens, max_model_len + 1000))
 

@@ -17,7 +17,7 @@ from server.model.config import M3Config, cache_spec
 from server.model.m3 import M3Model
 from server.settings import Device, Dtype, load_settings
 from server.sizing import GIB, StepLimits
-from server.workspaces import GRAPHS_BYTES
+from server.workspaces import graphs_bytes
 
 CPU = torch.device("cpu")
 
@@ -82,8 +82,10 @@ def test_what_the_steps_took_decides_the_cache(checkpoint, caplog):
     caplog.set_level("INFO")
     memory = FakeMemory(3 * GIB)
     parts = build(settings(checkpoint, gpu_memory_utilization=0.5, max_model_len=200, **GPU_LIKE), no_pixels, memory=memory)
-    left_bytes = 3 * GIB - 3 * GIB // 2 - 1_000_000 - 30_000_000 - 7_000_000 - GRAPHS_BYTES - 5_000_000
-    page_bytes = cache_spec(M3Config.from_file(checkpoint), torch.float32).bytes_per_page
+    config = M3Config.from_file(checkpoint)
+    graphs = graphs_bytes(config, 4, StepLimits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=200))
+    left_bytes = 3 * GIB - 3 * GIB // 2 - 1_000_000 - 30_000_000 - 7_000_000 - graphs - 5_000_000
+    page_bytes = cache_spec(config, torch.float32).bytes_per_page
     assert memory.num_profiles == 1
     assert parts.ready.num_pages == left_bytes // page_bytes
     assert parts.ready.max_model_len == 200
@@ -100,15 +102,15 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(checkpoint, monk
         raise AssertionError("loaded")
 
     monkeypatch.setattr(M3Model, "load", refuse)
-    memory = FakeMemory(GIB)
-    with pytest.raises(StartError, match=r"GiB of memory are missing.*weights.*workspaces.*more GPUs"):
+    memory = FakeMemory(2_000_000)
+    with pytest.raises(StartError, match=r"bytes of memory are missing.*weights.*workspaces.*more GPUs"):
         build(settings(checkpoint, **GPU_LIKE), no_pixels, memory=memory)
     assert memory.num_profiles == 0
 
 
 def test_steps_that_take_more_than_estimated_end_the_start_with_a_reason(checkpoint):
-    with pytest.raises(StartError, match=r"workspaces 2\.00 GiB"):
-        build(settings(checkpoint, **GPU_LIKE), no_pixels, memory=FakeMemory(3 * GIB, step_bytes=2 * GIB))
+    with pytest.raises(StartError, match=r"workspaces 3\.00 GiB"):
+        build(settings(checkpoint, **GPU_LIKE), no_pixels, memory=FakeMemory(3 * GIB, step_bytes=3 * GIB))
 
 
 def test_the_largest_steps_are_as_large_as_steps_can_be(model):
