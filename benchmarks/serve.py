@@ -24,6 +24,7 @@ from benchmarks.serve_process import ours, transformers
 from benchmarks.serve_report import HEADER, ServeRow, format_row, row_of
 from benchmarks.slice_checkpoint import write_checkpoint
 from benchmarks.slices import RELEASED_CONFIG, Layers, slice_values
+from benchmarks.transformers_folder import write_text_folder
 
 TINY = Path(__file__).parents[1] / "server" / "model" / "tiny"
 WARM_UP_TOKENS = 8
@@ -37,7 +38,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--model", type=Path, default=TINY, help="folder to serve; the tiny checkpoint if unset")
     source.add_argument("--slice", help="serve a slice of so many dense+sparse layers with random weights")
     parser.add_argument("--mxfp8", action="store_true", help="quantise the slice")
-    parser.add_argument("--transformers", action="store_true", help="also measure `transformers serve` with the same folder")
+    parser.add_argument("--transformers", action="store_true", help="also measure `transformers serve` with the same weights")
     parser.add_argument("--only-transformers", action="store_true", help="measure nothing else")
     parser.add_argument("--served-name", help="model in requests to --url; the first one it lists if unset")
     parser.add_argument("--api-key")
@@ -113,8 +114,10 @@ def measure(arguments: argparse.Namespace) -> list[ServeRow]:
                 target = Target(server.url, first_model(server.url, None), extra)
                 rows += asyncio.run(sweep("m3-server", target, arguments))
         if arguments.transformers or arguments.only_transformers:
-            with transformers(folder, Path(scratch) / "transformers.log", arguments.transformers_option) as server:
-                rows += asyncio.run(sweep("transformers", Target(server.url, str(folder)), arguments))
+            text_folder = Path(scratch) / "text"
+            write_text_folder(folder, text_folder)
+            with transformers(text_folder, Path(scratch) / "transformers.log", arguments.transformers_option) as server:
+                rows += asyncio.run(sweep("transformers", Target(server.url, str(text_folder)), arguments))
     return rows
 
 
