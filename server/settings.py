@@ -142,6 +142,10 @@ class Settings(BaseSettings):
     video_fps: Annotated[float, Field(ge=0.2, le=5)] = Field(1.0, description="frames per second when a request does not say")
     video_keep_last: bool = Field(False, description="always take a clip's last frame, too")
     max_body_bytes: PositiveInt = Field(64 << 20, description="size of an HTTP request body")
+    max_bodies_bytes: PositiveInt = Field(
+        1 << 30, description="size of all HTTP request bodies that are being read at the same time; beyond it 429"
+    )
+    prepare_workers: PositiveInt = Field(1, description="processes that prepare request bodies too large for the front itself")
     body_timeout_s: PositiveFloat = Field(120.0, description="a request's body must be there by then")
     engine_start_timeout_s: PositiveFloat = Field(3600.0, description="the model must be loaded by then")
     stall_timeout_s: PositiveFloat = Field(

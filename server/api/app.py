@@ -25,7 +25,7 @@ from server.api.problems import install_handlers
 from server.api.responses_schema import ResponsesBody
 from server.api.schema import ChatBody
 from server.api.service import Service
-from server.api.tokenize_routes import DetokenizeBody, TokenizeBody
+from server.api.tokenize_prepare import DetokenizeBody, TokenizeBody
 from server.api.tracing import TracingMiddleware
 from server.media.pipeline import MediaPipeline
 from server.settings import Settings
@@ -58,8 +58,8 @@ def create_app(
         media: what to use instead of a pool made from the settings.
         chat_format: what to use instead of the checkpoint's files.
         grammars: what to use instead of a process that judges grammars.
-        owns_process: end the process with a non-zero code when the engine cannot start or dies; for a process that
-            serves nothing else.
+        owns_process: end the process with a non-zero code when the engine cannot start or dies, and start ahead what only
+            some requests need; for a process that serves nothing else.
 
     Raises:
         SettingsError: the API keys cannot be used.

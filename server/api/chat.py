@@ -15,7 +15,7 @@ from server.api.exchange import answer
 from server.api.fold import Fold
 from server.api.generate import Generation
 from server.api.openapi import json_body
-from server.api.prepare import Prepared
+from server.api.prepare import CHAT_JOB, Prepared
 from server.api.schema import ChatBody
 from server.api.service import Service
 from server.api.sse import DONE, HEARTBEAT, event
@@ -32,6 +32,8 @@ REQUEST_BODY: Final = {"requestBody": json_body(ChatBody)}
 class ChatForm:
     """One chat request in OpenAI's shapes; the JSON form is the fold of the stream's deltas."""
 
+    job = CHAT_JOB
+
     def __init__(self, service: Service) -> None:
         self._service = service
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
@@ -39,12 +41,10 @@ class ChatForm:
         self._form = StreamForm()
         self._wants_prompt_logprobs = False
 
-    def prepare(self, raw: bytes) -> Prepared:
-        """Check and encode the body."""
-        prepared = self._service.checker.prepare_chat(raw)
+    def begin(self, prepared: Prepared) -> None:
+        """Take what was made of the body."""
         self._form = prepared.call.form
         self._wants_prompt_logprobs = prepared.call.sampling.num_prompt_logprobs is not None
-        return prepared
 
     async def whole(self, generation: Generation) -> bytes:
         """The whole answer as JSON."""

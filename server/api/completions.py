@@ -10,14 +10,13 @@ from fastapi import APIRouter, Request
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from server.api.completions_prepare import CompletionPlan, prepare_completion
+from server.api.completions_prepare import COMPLETION_JOB, CompletionPlan, PreparedCompletion
 from server.api.completions_schema import CompletionBody
 from server.api.completions_text import CompletionText, joined, spelled_prompt
 from server.api.completions_wire import CompletionChoice, TextCompletion
 from server.api.exchange import answer
 from server.api.generate import Generation
 from server.api.openapi import json_body
-from server.api.prepare import Prepared, parse
 from server.api.service import Service
 from server.api.sse import DONE, HEARTBEAT, event
 from server.api.tokenizer import SpecialTokens
@@ -33,6 +32,8 @@ REQUEST_BODY: Final = {"requestBody": json_body(CompletionBody)}
 class CompletionForm:
     """One request in the shapes of OpenAI's completions; the JSON form is the fold of the stream's pieces."""
 
+    job = COMPLETION_JOB
+
     def __init__(self, service: Service) -> None:
         self._service = service
         self._id = f"cmpl-{secrets.token_hex(12)}"
@@ -41,16 +42,14 @@ class CompletionForm:
         self._plan = CompletionPlan(1, False, False, False)
         self._texts: list[CompletionText] = []
 
-    def prepare(self, raw: bytes) -> Prepared:
-        """Check and encode the body."""
-        prepared, self._plan = prepare_completion(parse(CompletionBody, raw), self._service.checker)
+    def begin(self, prepared: PreparedCompletion) -> None:
+        """Take what was made of the body."""
         self._form = prepared.call.form
-        plan = self._plan
+        self._plan = plan = prepared.plan
         self._texts = [
             CompletionText(index, with_logprobs=plan.with_logprobs, hides_output=plan.hides_output)
             for index in range((1 + len(prepared.more_prompts)) * plan.num_choices)
         ]
-        return prepared
 
     async def whole(self, generation: Generation) -> bytes:
         """The whole answer as JSON."""

@@ -10,7 +10,7 @@ import msgspec
 from server.api.choice import ReplyRules
 from server.api.completions_schema import MAX_SEQUENCES, CompletionBody
 from server.api.output_format import requested_format
-from server.api.prepare import Checker, Prepared, fit
+from server.api.prepare import Checker, Job, Prepared, fit, parse
 from server.api.prompt import EncodedPrompt
 from server.api.sampling import check_model, make_sampling, stop_strings
 from server.api.validate import make_call
@@ -36,14 +36,21 @@ class CompletionPlan(msgspec.Struct, frozen=True):
     with_logprobs: bool
 
 
-def prepare_completion(body: CompletionBody, checker: Checker) -> tuple[Prepared, CompletionPlan]:
-    """Check and encode a body.
+class PreparedCompletion(Prepared, frozen=True, kw_only=True):
+    """A request, and what becomes of its answers."""
+
+    plan: CompletionPlan
+
+
+def prepare_completion(checker: Checker, raw: bytes) -> PreparedCompletion:
+    """Parse, check and encode a body.
 
     Raises:
         NotFoundError: another model was asked for.
         ContextLengthError: a prompt does not fit.
         BadRequestError: everything else; `param` names the field.
     """
+    body = parse(CompletionBody, raw)
     check_model(body.model, checker.limits)
     max_tokens = _check(body)
     prompts = _prompts(body, checker)
@@ -67,7 +74,10 @@ def prepare_completion(body: CompletionBody, checker: Checker) -> tuple[Prepared
         except ContextLengthError as error:
             error.param = _place(body, number) if error.param == "messages" else error.param
             raise
-    return Prepared(call, EncodedPrompt(prompts[0]), more_prompts=tuple(prompts[1:])), plan
+    return PreparedCompletion(EncodedPrompt(prompts[0]), more_prompts=tuple(prompts[1:]), call=call, plan=plan)
+
+
+COMPLETION_JOB: Final = Job("completion", prepare_completion, PreparedCompletion)
 
 
 def _check(body: CompletionBody) -> int:

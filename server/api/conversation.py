@@ -9,13 +9,17 @@ whoever builds a `TemplateMessage`.
 import enum
 import json
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from server.errors import BadRequestError
 from server.messages import MediaKind
 
-JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
+if TYPE_CHECKING:
+    JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
+else:
+    JsonValue = Any  # msgspec decodes structs that hold JSON, and cannot resolve a type that refers to itself
 JsonObject = dict[str, JsonValue]
 
 # Inline reasoning in an assistant's content: the current pair first, then the legacy pair.

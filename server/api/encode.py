@@ -7,35 +7,23 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from server.api.completions_schema import MAX_PROMPT_TOKENS
-from server.api.content import convert
+from server.api.body import RequestBody, body_of
 from server.api.disconnect import ClientGoneError, unless_client_gone
-from server.api.exchange import CLIENT_GONE, body_of
+from server.api.exchange import CLIENT_GONE
 from server.api.middleware import request_id
-from server.api.prepare import Checker
+from server.api.prepare import Prompts
 from server.api.problems import from_bug
-from server.api.prompt import EncodedPrompt, MediaLayout
-from server.api.schema import ChatBody
+from server.api.prompt import MediaLayout
 from server.api.service import Service
-from server.api.validate import make_chat_call
 from server.errors import M3Error
-from server.media.types import MediaSource
 
 T = TypeVar("T")
 
 
-class ShownPrompt(msgspec.Struct, frozen=True):
-    """A prompt, and its pictures and clips in the order of their placeholders."""
-
-    prompt: EncodedPrompt
-    sources: tuple[MediaSource, ...] = ()
-
-
-async def admitted(request: Request, work: Callable[[Service, bytes], Coroutine[Any, Any, T]]) -> T:
+async def admitted(request: Request, work: Callable[[Service, RequestBody], Coroutine[Any, Any, T]]) -> T:
     """What `work` makes of the request's body.
 
     Raises:
@@ -43,9 +31,10 @@ async def admitted(request: Request, work: Callable[[Service, bytes], Coroutine[
     """
     service: Service = request.app.state.service
     place = service.admit()
+    body: RequestBody | None = None
     try:
-        raw = await body_of(request, service.settings.body_timeout_s)
-        return await unless_client_gone(request.receive, work(service, raw))
+        body = await body_of(request, service.bodies, service.settings.body_timeout_s)
+        return await unless_client_gone(request.receive, work(service, body))
     except M3Error:
         raise
     except asyncio.CancelledError as error:
@@ -57,28 +46,12 @@ async def admitted(request: Request, work: Callable[[Service, bytes], Coroutine[
     except Exception as error:
         raise from_bug(error, request_id(request.scope)) from None
     finally:
+        if body is not None:
+            body.close()
         place.give_back()
 
 
-def chat_prompt(checker: Checker, body: ChatBody, *, add_generation_prompt: bool = True) -> ShownPrompt:
-    """The prompt of a chat, however much longer than the model's window it is. Runs in a thread.
-
-    Raises:
-        BadRequestError: it cannot be rendered.
-    """
-    chat = make_chat_call(body, checker.limits, checker.chat_format)
-    conversation = convert(body.messages, checker.media_limits)
-    prompt = checker.chat_format.encode_chat(
-        conversation.messages,
-        chat.tools.definitions,
-        chat.thinking_mode,
-        add_generation_prompt=add_generation_prompt,
-        max_tokens=MAX_PROMPT_TOKENS,
-    )
-    return ShownPrompt(prompt, tuple(conversation.sources[index] for index in prompt.media_order))
-
-
-async def expanded_ids(service: Service, shown: ShownPrompt) -> list[int]:
+async def expanded_ids(service: Service, shown: Prompts) -> list[int]:
     """The ids of a prompt as the engine would get it. Pictures are looked at for their size, and not decoded.
 
     Raises:

@@ -6,33 +6,41 @@ else is here: the place among the open requests, a client that leaves, errors be
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Final, Protocol
+from typing import Final, Generic, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from server.api.access_log import Note, note_of
+from server.api.body import RequestBody, body_of
 from server.api.disconnect import ClientGoneError, unless_client_gone
 from server.api.generate import Generation
 from server.api.middleware import request_id
 from server.api.open_requests import Place
-from server.api.prepare import Prepared
+from server.api.prepare import Job, Prepared
 from server.api.problems import from_bug
 from server.api.service import Service
 from server.api.sse import EventStream
-from server.errors import BodyTimeoutError, M3Error
+from server.errors import M3Error
 
 MAX_LOGGED_LEN: Final = 32_768
 # Nobody reads it; the number is nginx's for a client that closed the connection.
 CLIENT_GONE: Final = 499
 
+R = TypeVar("R", bound=Prepared)
 
-class Form(Protocol):
-    """One request in the shapes of one API. Made for each request; `prepare` is called first, in a thread."""
 
-    def prepare(self, raw: bytes) -> Prepared:
-        """The body as a call, a prompt and pictures; `call.form.stream` says which of the two forms is sent."""
+class Form(Protocol[R]):
+    """One request in the shapes of one API. Made for each request; `begin` is called first."""
+
+    @property
+    def job(self) -> Job[R]:
+        """How its bodies are prepared."""
+        ...
+
+    def begin(self, prepared: R) -> None:
+        """Take what was made of the body; `call.form.stream` says which of the two forms is sent."""
         ...
 
     async def whole(self, generation: Generation) -> bytes:
@@ -48,16 +56,17 @@ class Form(Protocol):
         ...
 
 
-class Exchange:
+class Exchange(Generic[R]):
     """One request and what it holds."""
 
-    def __init__(self, service: Service, form: Form, identity: str, note: Note) -> None:
+    def __init__(self, service: Service, form: Form[R], identity: str, note: Note) -> None:
         self.status = CLIENT_GONE  # until something better is known
         self.generation = Generation(service)
         self._service = service
         self._form = form
         self._request_id = identity
         self._note = note
+        self._body: RequestBody | None = None
         self._place: Place | None = None
         self._is_closed = False
 
@@ -70,11 +79,20 @@ class Exchange:
         """
         self._place = self._service.admit()
 
-    async def start(self, raw: bytes) -> bool:
-        """Hand the request to the engine; whether it wants a stream."""
+    async def receive(self, request: Request) -> None:
+        """Wait for the body."""
+        self._body = await body_of(request, self._service.bodies, self._service.settings.body_timeout_s)
+
+    async def start(self) -> bool:
+        """Hand the request to the engine; whether it wants a stream. The body, which may be large, does not outlast it."""
+        body = self._body
+        assert body is not None
         if self._service.settings.log_content:
-            self._note.body = raw[:MAX_LOGGED_LEN].decode(errors="replace")
-        prepared = await self.generation.start(lambda: self._form.prepare(raw))
+            self._note.body = body.head(MAX_LOGGED_LEN).decode(errors="replace")
+        prepared = await self._service.prepare(self._form.job, body)
+        self._form.begin(prepared)
+        await self.generation.start(prepared)
+        body.close()
         self._note.stream = prepared.call.form.stream
         return prepared.call.form.stream
 
@@ -98,6 +116,8 @@ class Exchange:
     def close(self) -> None:
         """Give back what the request holds. Idempotent and synchronous."""
         self.generation.close()
+        if self._body is not None:
+            self._body.close()
         if not self._is_closed:
             self._is_closed = True
             if self._place is not None:
@@ -134,21 +154,7 @@ class Exchange:
         return self._form.failed(error)
 
 
-async def body_of(request: Request, timeout_s: float) -> bytes:
-    """The whole body, which the request does not keep. A client that sends it slowly holds a place, so there is a limit.
-
-    Raises:
-        BodyTimeoutError: it was not there in time.
-        ClientDisconnect: the client left.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            return b"".join([chunk async for chunk in request.stream()])
-    except TimeoutError:
-        raise BodyTimeoutError(f"the body was not there within {timeout_s:g} s") from None
-
-
-async def answer(request: Request, form: Form) -> Response:
+async def answer(request: Request, form: Form[R]) -> Response:
     """Run one request to its end, or to the response that streams it.
 
     Raises:
@@ -160,8 +166,8 @@ async def answer(request: Request, form: Form) -> Response:
     is_streaming = False
     try:
         exchange.admit()  # a server that cannot take the request does not read its body
-        # No name holds the body, which may be large, while the answer is generated.
-        if await unless_client_gone(request.receive, exchange.start(await body_of(request, service.settings.body_timeout_s))):
+        await exchange.receive(request)
+        if await unless_client_gone(request.receive, exchange.start()):
             is_streaming = True
             return exchange.stream()
         return Response(await unless_client_gone(request.receive, exchange.whole()), media_type="application/json")

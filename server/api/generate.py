@@ -7,7 +7,6 @@ called at any moment and more than once, and whoever made the generation calls i
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -96,18 +95,13 @@ class Generation:
         self._num_queued_tokens = 0  # counted in at the service
         self._opened = False
 
-    async def start(self, prepare: Callable[[], Prepared]) -> Prepared:
-        """Check the request, bring its pictures into shared memory and hand it to the engine.
-
-        Args:
-            prepare: makes the call and the prompt out of whatever the client sent; runs in a thread.
+    async def start(self, prepared: Prepared) -> None:
+        """Check the request's grammar, bring its pictures into shared memory and hand it to the engine.
 
         Raises:
             M3Error: what is wrong with the request or with the server.
         """
-        service = self._service
-        prepared = await service.in_thread(prepare)
-        call = prepared.call
+        service, call = self._service, prepared.call
         if call.sampling.grammar is not None:
             await service.grammars.check(call.sampling.grammar, call.format_param)
         num_tokens = sum(len(token_ids) for token_ids in (prepared.prompt.token_ids, *prepared.more_prompts))
@@ -123,7 +117,6 @@ class Generation:
                 self._submit(prompt, items, sampling, call)
             items = ()
         self._drop_media()  # the engine's from here on: what the client does with the answer cannot keep them
-        return prepared
 
     async def next(self) -> list[ChunkChoice]:
         """The next deltas, at least one; none at all when there was nothing to say for `HEARTBEAT_S`.
@@ -189,6 +182,8 @@ class Generation:
             layouts = [MediaLayout(plan.kind, plan.grid_thw, plan.timestamps_s) for plan in plans]
             prompt = await service.in_thread(service.chat_format.expand_media, prepared.prompt, layouts)
             fit(prepared.call, len(prompt.token_ids), service.max_model_len)
+            num_more_tokens = len(prompt.token_ids) - len(prepared.prompt.token_ids)
+            self._queue(num_more_tokens * prepared.call.num_choices)
             lease = await service.media.load(plans)
         except MediaError:
             service.metrics.media_refused()
@@ -226,8 +221,8 @@ class Generation:
             lease.drop()
 
     def _queue(self, num_tokens: int) -> None:
-        self._service.queue(num_tokens)
-        self._num_queued_tokens = num_tokens
+        self._service.queue(num_tokens, num_own=self._num_queued_tokens)
+        self._num_queued_tokens += num_tokens
 
     def _unqueue(self) -> None:
         num_tokens, self._num_queued_tokens = self._num_queued_tokens, 0

@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
-import server
 from server.api.grammar_worker import FRAME_LEN, Verdict
+from server.api.worker_process import worker_environment
 from server.errors import BadRequestError, OverloadedError, RequestFailedError
 from server.messages import Grammar
 
@@ -30,13 +30,6 @@ MAX_PENDING: Final = 64
 MAX_VERDICTS: Final = 1024
 TOO_SLOW: Final = "the grammar takes too long to compile"
 TOO_COMPLEX: Final = "the grammar is too complex to compile"
-
-
-def _environment() -> dict[str, str]:
-    """What it takes to find Python and this package; no secret of the server's."""
-    env = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG") if name in os.environ}
-    root = str(Path(server.__file__).parents[1])
-    return env | {"PYTHONPATH": os.pathsep.join(filter(None, (root, env.get("PYTHONPATH")))), "RAYON_NUM_THREADS": "1"}
 
 
 class _WorkerError(Exception):
@@ -58,7 +51,7 @@ class _Worker:
         """
         pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(
-            *command, str(os.getpid()), stdin=pipe, stdout=pipe, stderr=null, env=_environment()
+            *command, str(os.getpid()), stdin=pipe, stdout=pipe, stderr=null, env=worker_environment(RAYON_NUM_THREADS="1")
         )
         worker = cls(process)
         try:

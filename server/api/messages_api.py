@@ -8,21 +8,20 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.encode import ShownPrompt, admitted, chat_prompt, expanded_ids
+from server.api.body import RequestBody
+from server.api.encode import admitted, expanded_ids
 from server.api.exchange import answer
 from server.api.generate import Generation
 from server.api.messages_errors import error_body, messages_error
+from server.api.messages_prepare import COUNT_JOB, MESSAGES_JOB, PreparedMessages
 from server.api.messages_schema import CountTokensBody, MessagesBody
 from server.api.messages_stream import MessageStream
-from server.api.messages_translate import chat_body
 from server.api.messages_wire import Event, Ping, TokenCount
 from server.api.middleware import request_id
 from server.api.openapi import json_body
 from server.api.places import Places
-from server.api.prepare import Checker, Prepared, parse
 from server.api.service import Service
 from server.api.sse import named_event
-from server.api.translated import parse_chat, prepare_translated
 from server.errors import M3Error
 
 router = APIRouter()
@@ -40,21 +39,18 @@ class MessagesForm:
         places: where the parts of the chat body came from, once there is one.
     """
 
+    job = MESSAGES_JOB
+
     def __init__(self, service: Service, identity: str) -> None:
         self.places = Places()
-        self._service = service
         self._request_id = identity
         self._stream = MessageStream(f"msg_{secrets.token_hex(12)}", service.settings.model_name)
         self._max_tokens = 0
 
-    def prepare(self, raw: bytes) -> Prepared:
-        """Translate, check and encode the body."""
-        body = parse(MessagesBody, raw)
-        translation = chat_body(body)
-        self.places = translation.places
-        self._max_tokens = body.max_tokens
-        # The limit is required, so clients send the most they would take, whatever the prompt leaves.
-        return prepare_translated(self._service.checker, translation.body, ends_with_window=True)
+    def begin(self, prepared: PreparedMessages) -> None:
+        """Take what was made of the body."""
+        self.places = prepared.places
+        self._max_tokens = prepared.max_tokens
 
     async def whole(self, generation: Generation) -> bytes:
         """The whole answer as JSON."""
@@ -103,14 +99,11 @@ async def count_tokens(request: Request) -> Response:
     identity = request_id(request.scope)
     places = Places()
 
-    def prepare(checker: Checker, raw: bytes) -> ShownPrompt:
+    async def count(service: Service, body: RequestBody) -> int:
         nonlocal places
-        translation = chat_body(parse(CountTokensBody, raw))
-        places = translation.places
-        return chat_prompt(checker, parse_chat(translation.body))
-
-    async def count(service: Service, raw: bytes) -> int:
-        return len(await expanded_ids(service, await service.in_thread(prepare, service.checker, raw)))
+        counted = await service.prepare(COUNT_JOB, body)
+        places = counted.places
+        return len(await expanded_ids(service, counted))
 
     try:
         num_tokens = await admitted(request, count)

@@ -1,14 +1,18 @@
-"""The thread's share of a request: bytes of the body to a checked call, an encoded prompt and undecoded pictures.
+"""What becomes of a body before anything else happens: bytes to a checked call, an encoded prompt and undecoded pictures.
 
-Everything here costs time in proportion to the body (JSON, base64, template, tokenizer), so it never runs on the event loop.
+Everything here costs time in proportion to the body (JSON, base64, template, tokenizer), so it never runs on the event loop:
+small bodies are prepared in a thread, large ones in a process of their own (`prepare_pool`). A `Job` is what both run. It
+knows nothing but the body and the `Checker`, and its result can be sent.
 """
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 
 from server.api.chat_format import ChatFormat
+from server.api.completions_schema import MAX_PROMPT_TOKENS
 from server.api.content import Conversation, MediaLimits, convert
 from server.api.problems import from_validation
 from server.api.prompt import EncodedPrompt
@@ -20,22 +24,31 @@ from server.media.types import MediaSource
 from server.messages import SamplingParams
 
 B = TypeVar("B", bound=BaseModel)
+R = TypeVar("R", bound=msgspec.Struct)
 
 
-class Prepared(msgspec.Struct, frozen=True):
-    """A request before any media or engine work; what every endpoint makes out of its own body.
+class Prompts(msgspec.Struct, frozen=True):
+    """What every result of a job has that is as large as its body.
 
     Attributes:
-        call: its parameters.
         prompt: tokens with one placeholder per picture.
         sources: the pictures, in the order of their placeholders.
         more_prompts: prompts without pictures that are answered beside it, with choices of their own.
     """
 
-    call: Call
     prompt: EncodedPrompt
     sources: tuple[MediaSource, ...] = ()
     more_prompts: tuple[list[int], ...] = ()
+
+
+class Prepared(Prompts, frozen=True, kw_only=True):
+    """A request before any media or engine work; what every endpoint makes out of its own body.
+
+    Attributes:
+        call: its parameters.
+    """
+
+    call: Call
 
 
 class Checker(msgspec.Struct, frozen=True):
@@ -44,16 +57,6 @@ class Checker(msgspec.Struct, frozen=True):
     limits: Limits
     media_limits: MediaLimits
     chat_format: ChatFormat
-
-    def prepare_chat(self, raw: bytes) -> Prepared:
-        """Parse, check, render and tokenize the body of a chat request.
-
-        Raises:
-            M3Error: whatever is wrong with the request, the first fault only.
-        """
-        body = parse(ChatBody, raw)
-        call = make_chat_call(body, self.limits, self.chat_format)
-        return self.encode(call, convert(body.messages, self.media_limits))
 
     def encode(self, chat: ChatCall, conversation: Conversation) -> Prepared:
         """Render and tokenize a conversation, whatever kind of body it came in.
@@ -68,7 +71,48 @@ class Checker(msgspec.Struct, frozen=True):
         )
         # Pictures only add tokens: a text that is too long is refused before they are looked at.
         fit(chat.call, len(prompt.token_ids), max_len)
-        return Prepared(chat.call, prompt, tuple(conversation.sources[index] for index in prompt.media_order))
+        return Prepared(prompt, tuple(conversation.sources[index] for index in prompt.media_order), call=chat.call)
+
+    def show(self, body: ChatBody, *, add_generation_prompt: bool = True) -> Prompts:
+        """The prompt of a chat that is not run, however much longer than the model's window it is.
+
+        Raises:
+            BadRequestError: it cannot be rendered.
+        """
+        chat = make_chat_call(body, self.limits, self.chat_format)
+        conversation = convert(body.messages, self.media_limits)
+        prompt = self.chat_format.encode_chat(
+            conversation.messages,
+            chat.tools.definitions,
+            chat.thinking_mode,
+            add_generation_prompt=add_generation_prompt,
+            max_tokens=MAX_PROMPT_TOKENS,
+        )
+        return Prompts(prompt, tuple(conversation.sources[index] for index in prompt.media_order))
+
+
+class Job(msgspec.Struct, Generic[R], frozen=True):
+    """One way to prepare a body.
+
+    Attributes:
+        name: what a worker process finds it by.
+        run: makes the result out of the body's bytes; raises an `M3Error`, the first fault only.
+        result: the type of the result.
+    """
+
+    name: str
+    run: Callable[[Checker, bytes], R]
+    result: type[R]
+
+
+def prepare_chat(checker: Checker, raw: bytes) -> Prepared:
+    """Parse, check, render and tokenize the body of a chat request."""
+    body = parse(ChatBody, raw)
+    call = make_chat_call(body, checker.limits, checker.chat_format)
+    return checker.encode(call, convert(body.messages, checker.media_limits))
+
+
+CHAT_JOB: Final = Job("chat", prepare_chat, Prepared)
 
 
 def parse(model: type[B], raw: bytes) -> B:

@@ -13,15 +13,12 @@ from server.api.exchange import answer
 from server.api.generate import Generation
 from server.api.openapi import json_body
 from server.api.places import Places
-from server.api.prepare import Prepared, parse
-from server.api.responses_schema import ResponsesBody, TextFormat
+from server.api.responses_prepare import RESPONSE_JOB, PreparedResponse
+from server.api.responses_schema import ResponsesBody
 from server.api.responses_stream import ResponseStream
-from server.api.responses_translate import chat_body
-from server.api.responses_wire import Echo, Event
+from server.api.responses_wire import Event
 from server.api.service import Service
 from server.api.sse import HEARTBEAT, named_event
-from server.api.translated import prepare_translated
-from server.api.validate import Call
 from server.errors import M3Error
 
 router = APIRouter()
@@ -36,24 +33,18 @@ class ResponsesForm:
         places: where the parts of the chat body came from, once there is one.
     """
 
+    job = RESPONSE_JOB
+
     def __init__(self, service: Service) -> None:
         self.places = Places()
         self._service = service
         self._stream: ResponseStream | None = None
 
-    def prepare(self, raw: bytes) -> Prepared:
-        """Translate, check and encode the body."""
-        body = parse(ResponsesBody, raw)
-        translation = chat_body(body)
-        self.places = translation.places
-        prepared = prepare_translated(self._service.checker, translation.body)
-        self._stream = ResponseStream(
-            f"resp_{secrets.token_hex(12)}",
-            int(time.time()),
-            self._service.settings.model_name,
-            echo(body, prepared.call),
-        )
-        return prepared
+    def begin(self, prepared: PreparedResponse) -> None:
+        """Take what was made of the body."""
+        self.places = prepared.places
+        model = self._service.settings.model_name
+        self._stream = ResponseStream(f"resp_{secrets.token_hex(12)}", int(time.time()), model, prepared.echo)
 
     async def whole(self, generation: Generation) -> bytes:
         """The whole response as JSON."""
@@ -86,26 +77,6 @@ class ResponsesForm:
 def encode_events(events: Iterable[Event]) -> bytes:
     """The events as they are sent, each under the name of its type."""
     return b"".join(named_event(str(event.__struct_config__.tag), event) for event in events)
-
-
-def echo(body: ResponsesBody, call: Call) -> Echo:
-    """What the response repeats of its request."""
-    text_format = body.text.format if body.text is not None and body.text.format is not None else TextFormat(type="text")
-    choice = body.tool_choice or "auto"
-    return Echo(
-        instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
-        metadata=body.metadata or {},
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        reasoning={"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
-        temperature=call.sampling.temperature,
-        text={"format": text_format.model_dump(by_alias=True, exclude_none=True)},
-        tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
-        tools=list(body.tools or ()),
-        top_logprobs=body.top_logprobs or 0,
-        top_p=call.sampling.top_p,
-        user=body.user,
-    )
 
 
 @router.post("/v1/responses", openapi_extra=REQUEST_BODY)

@@ -16,6 +16,7 @@ from typing import Final, ParamSpec, TypeVar
 import msgspec
 
 from server.api.address import listening_url
+from server.api.body import BodyBudget, RequestBody
 from server.api.chat_format import ChatFormat
 from server.api.checkpoint import CheckpointError
 from server.api.content import KindLimit, MediaLimits
@@ -23,7 +24,9 @@ from server.api.engine_client import EngineClient, EngineState
 from server.api.grammar_checker import GrammarChecker
 from server.api.lifecycle import Lifecycle
 from server.api.open_requests import Place
-from server.api.prepare import Checker
+from server.api.prepare import Checker, Job
+from server.api.prepare_pool import PreparePool
+from server.api.prepare_protocol import Setup
 from server.api.sampling import Limits
 from server.errors import EngineUnavailableError, OverloadedError, ShuttingDownError
 from server.media.config import MediaConfig
@@ -36,9 +39,12 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R", bound=msgspec.Struct)
 
 # Rendering and tokenizing. More would only fight for the interpreter's lock; fewer would let two long prompts hold up all.
 NUM_THREADS: Final = 4
+# Larger bodies are prepared in a process of their own: in a thread they would hold the interpreter's lock for too long.
+MAX_THREAD_BYTES: Final = 256 << 10
 # Prompts of that many whole windows may wait when the operator does not say; more would wait for minutes.
 NUM_QUEUED_WINDOWS: Final = 8
 
@@ -59,6 +65,7 @@ class Service:
     Attributes:
         settings: the operator's.
         engine, media: the two children.
+        bodies: bytes of the requests that are being read.
         metrics: what the front counts.
     """
 
@@ -72,13 +79,18 @@ class Service:
         *,
         owns_process: bool,
     ) -> None:
-        """`owns_process`: signals drain the server, and the process ends with a code that says how it went."""
+        """`owns_process`: signals drain the server, the process ends with a code that says how it went, and what only some
+        requests need is started ahead.
+        """
         self.settings = settings
         self.media = media or MediaPipeline(MediaConfig.from_settings(settings))
+        self.bodies = BodyBudget(max(settings.max_bodies_bytes, settings.max_body_bytes))
         self.metrics = Metrics(settings.model_name, self._snapshot)
         self._engine = engine
         self._chat_format = chat_format
         self._grammars = grammars
+        self._large_bodies: PreparePool | None = None
+        self._owns_process = owns_process
         self._life = Lifecycle(settings, self.metrics.shut_down, owns_process=owns_process)
         self._admin_port: int | None = None
         self._num_queued_tokens = 0
@@ -164,20 +176,38 @@ class Service:
             raise OverloadedError("too many requests are open; retry later")
         return self._life.requests.enter()
 
-    def queue(self, num_tokens: int) -> None:
+    def queue(self, num_tokens: int, *, num_own: int = 0) -> None:
         """Count a prompt in that waits for its first token; `unqueue` counts it out. An empty queue takes any prompt.
+
+        Args:
+            num_tokens: of the prompt.
+            num_own: how many of it were counted in before.
 
         Raises:
             OverloadedError: too many tokens wait already.
         """
         limit = self.settings.max_queued_tokens or NUM_QUEUED_WINDOWS * self.max_model_len
-        if self._num_queued_tokens and self._num_queued_tokens + num_tokens > limit:
+        if self._num_queued_tokens > num_own and self._num_queued_tokens + num_tokens > limit:
             raise OverloadedError("too many prompt tokens wait; retry later")
         self._num_queued_tokens += num_tokens
 
     def unqueue(self, num_tokens: int) -> None:
         """That many tokens do not wait any more."""
         self._num_queued_tokens -= num_tokens
+
+    async def prepare(self, job: Job[R], body: RequestBody) -> R:
+        """What `job` makes of a body, whose bytes are dropped.
+
+        Raises:
+            M3Error: what is wrong with the request.
+        """
+        assert self._large_bodies is not None
+        try:
+            if body.num_bytes > MAX_THREAD_BYTES:
+                return await self._large_bodies.run(job, body.pieces)
+            return await self.in_thread(lambda: job.run(self.checker, b"".join(body.pieces)))
+        finally:
+            body.drop()
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function` beside the event loop."""
@@ -203,6 +233,8 @@ class Service:
             children.callback(self._threads.shutdown, wait=False, cancel_futures=True)
             if self._grammars is not None:
                 children.push_async_callback(self._grammars.close)
+            if self._large_bodies is not None:
+                children.push_async_callback(self._large_bodies.close)
             children.push_async_callback(self.media.close)
             if self._engine is not None:
                 children.push_async_callback(self._engine.close)
@@ -228,20 +260,22 @@ class Service:
         if self._grammars is None:
             self._grammars = GrammarChecker(self.settings.model, ready.vocab_size)
         self._grammars.start()
-        self._checker = Checker(
-            limits=Limits(
-                model_name=self.settings.model_name,
-                max_model_len=ready.max_model_len,
-                vocab_size=ready.vocab_size,
-                eos_token_ids=tuple(self._chat_format.eos_token_ids),
-                thinking_mode=self.settings.thinking_mode,
-            ),
-            media_limits=MediaLimits(
-                image=KindLimit(self.settings.max_images, self.settings.max_image_bytes),
-                video=KindLimit(self.settings.max_videos, self.settings.max_video_bytes),
-            ),
-            chat_format=self._chat_format,
+        limits = Limits(
+            model_name=self.settings.model_name,
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            eos_token_ids=tuple(self._chat_format.eos_token_ids),
+            thinking_mode=self.settings.thinking_mode,
         )
+        media_limits = MediaLimits(
+            image=KindLimit(self.settings.max_images, self.settings.max_image_bytes),
+            video=KindLimit(self.settings.max_videos, self.settings.max_video_bytes),
+        )
+        setup = Setup(str(self.settings.model), limits, media_limits)
+        self._large_bodies = PreparePool(setup, num_workers=self.settings.prepare_workers)
+        if self._owns_process:
+            self._large_bodies.start()
+        self._checker = Checker(limits, media_limits, self._chat_format)
         logger.info("ready: %s, sequences of up to %d tokens", self.settings.model_name, ready.max_model_len)
         self._tasks.append(asyncio.create_task(self._show_example(), name="example"))
 

@@ -6,7 +6,8 @@ what is not understood puts no constraint on the value.
 """
 
 import enum
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator
 from urllib.parse import unquote
 
 import msgspec
@@ -137,16 +138,22 @@ class SchemaIndex:
         return node
 
 
-class ToolSchemas:
+class ToolSchemas(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The parameters of a request's functions. Shared by its choices; a name that is not among them puts no constraint."""
 
-    def __init__(self, tools: Sequence[ToolFunction]) -> None:
-        self._indices = {tool.name: SchemaIndex(tool.parameters) for tool in tools}
-        self._unknown = SchemaIndex(None)
+    functions: tuple[ToolFunction, ...]
 
     def of(self, name: str) -> SchemaIndex:
         """The schemas of a function."""
         return self._indices.get(name, self._unknown)
+
+    @functools.cached_property
+    def _indices(self) -> dict[str, SchemaIndex]:
+        return {function.name: SchemaIndex(function.parameters) for function in self.functions}
+
+    @functools.cached_property
+    def _unknown(self) -> SchemaIndex:
+        return SchemaIndex(None)
 
 
 def _combine(nodes: list[JsonObject]) -> Shape:

@@ -69,6 +69,10 @@ class MediaSource:
     param: str | None = None
     url: str | None = dataclasses.field(default=None, repr=False)
 
+    def with_data(self, data: bytes) -> "MediaSource":
+        """The same item with another encoded file."""
+        return dataclasses.replace(self, data=data)
+
 
 class ClipLimits(msgspec.Struct, frozen=True):
     """What a clip may cost.

@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -6,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server.api.schema import ChatBody
+from server.media.geometry import Size
 from server.settings import ThinkingMode
 from tests.api.scripted import CHAT, Say, ScriptedEngine, ScriptedMedia, chat, http_client, post, tiny_format, until
 
@@ -359,6 +361,34 @@ def test_prompts_that_wait_have_a_limit_of_tokens():
     assert refused.json()["error"]["code"] == "overloaded"
     assert int(refused.headers["retry-after"]) > 0
     assert taken.status_code == 200
+
+
+class LargePictures(ScriptedMedia):
+    async def plan(self, sources):
+        return tuple(dataclasses.replace(plan, size=Size(560, 560)) for plan in await super().plan(sources))
+
+
+def test_pictures_that_wait_count_with_all_their_tokens():
+    engine = ScriptedEngine(Say("", end=None))
+    picture = [{"type": "image_url", "image_url": {"url": "data:;base64,aGVsbG8h"}}]
+
+    async def run():
+        async with asyncio.timeout(30), http_client(engine, LargePictures(), max_queued_tokens=400) as client:
+            alone = asyncio.create_task(client.post(CHAT, json=chat(picture)))  # an empty queue takes any prompt
+            await until(lambda: len(engine.submitted) == 1)
+            assert f"m3_queued_prompt_tokens {len(engine.submitted[0].prompt_token_ids)}.0" in metrics_of(client)
+            engine.end(engine.submitted[0].request_id)
+            assert (await alone).status_code == 200
+            waiting = asyncio.create_task(client.post(CHAT, json=chat("hi")))
+            await until(lambda: len(engine.submitted) == 2)
+            refused = await client.post(CHAT, json=chat(picture))
+            engine.end(engine.submitted[1].request_id)
+            await waiting
+            return refused, metrics_of(client)
+
+    refused, metrics = asyncio.run(run())
+    assert refused.status_code == 429
+    assert "m3_queued_prompt_tokens 0.0" in metrics
 
 
 def metrics_of(client):

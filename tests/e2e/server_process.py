@@ -72,11 +72,15 @@ class ServerProcess:
 
     def engine_pid(self):
         """The engine's process id."""
+        return self.child_pid("server.engine")
+
+    def child_pid(self, module):
+        """The process id of the child that runs a module."""
         for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
             for pid in path.read_text().split():
-                if b"server.engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return int(pid)
-        raise AssertionError("there is no engine")
+        raise AssertionError(f"there is no {module}")
 
     def metric(self, name):
         """The value of a family without labels."""

@@ -1,0 +1,280 @@
+"""The processes that prepare large bodies, seen from the front.
+
+A body that is parsed in a thread holds the interpreter's lock for milliseconds at a time, and every stream waits. The event
+loop never blocks here: a thread per worker talks to it, and waits for it without the lock.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, ParamSpec, TypeVar
+
+import msgspec
+
+from server.api.prepare import Job
+from server.api.prepare_protocol import Answer, PeerEndedError, Setup, Task, receive, receive_exactly, send, unpacked
+from server.api.worker_process import worker_environment
+from server.errors import OverloadedError, RequestFailedError
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R", bound=msgspec.Struct)
+
+COMMAND: Final = (sys.executable, "-m", "server.api.prepare_worker")
+START_TIMEOUT_S: Final = 120.0
+LEAVE_TIMEOUT_S: Final = 1.0
+# The largest bodies take seconds where the processor is free.
+TIMEOUT_S: Final = 60.0
+MAX_WAITING: Final = 64
+# A worker may die of other things than its body, but not twice in a row.
+NUM_ATTEMPTS: Final = 2
+
+
+class WorkerFaultError(Exception):
+    """A bug in the worker; the log has what the worker said about it."""
+
+
+class _Worker:
+    """One running process; a call at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process, connection: socket.socket) -> None:
+        self._process = process
+        self._connection = connection
+
+    @classmethod
+    async def spawn(cls, command: Sequence[str]) -> "_Worker":
+        """Start one; its first call must be `set_up`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    str(os.getpid()),
+                    stdin=theirs.fileno(),
+                    stdout=asyncio.subprocess.DEVNULL,
+                    env=worker_environment(),
+                )
+            except BaseException:
+                ours.close()
+                raise
+        return cls(process, ours)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs, as far as is known."""
+        return self._process.returncode is None
+
+    def set_up(self, setup: Setup) -> None:
+        """Wait until it is ready. In a thread.
+
+        Raises:
+            PeerEndedError: it ended.
+            WorkerFaultError: it cannot work.
+        """
+        send(self._connection, setup)
+        fault = receive(self._connection, Answer).fault
+        if fault is not None:
+            raise WorkerFaultError(fault)
+
+    def call(self, job: Job[R], pieces: Sequence[bytes]) -> R:
+        """Run one job. In a thread.
+
+        Raises:
+            PeerEndedError: it ended before it answered.
+            M3Error: what is wrong with the request.
+            WorkerFaultError: a bug.
+        """
+        connection = self._connection
+        send(connection, Task(job.name, sum(map(len, pieces))), pieces)
+        answer = receive(connection, Answer)
+        following = [receive_exactly(connection, num_bytes) for num_bytes in answer.num_bytes]
+        for line in answer.log:
+            logging.getLogger(line.logger).log(line.level, "%s", line.message)
+        if answer.refusal is not None:
+            raise answer.refusal.error()
+        if answer.fault is not None:
+            raise WorkerFaultError(answer.fault)
+        return unpacked(msgspec.json.decode(answer.result, type=job.result), following)
+
+    async def kill(self) -> None:
+        """End it at once and collect it."""
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+    async def leave(self) -> None:
+        """Collect it after it closed its socket: it is about to end."""
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+
+    def close(self) -> None:
+        """Close the socket; no call may be in progress."""
+        self._connection.close()
+
+
+@dataclasses.dataclass
+class _Slot:
+    """A place for a worker; whoever holds the slot starts, calls and kills it."""
+
+    worker: _Worker | None = None
+
+
+class PreparePool:
+    """Some workers, and the bodies that wait for one. Belongs to one event loop."""
+
+    def __init__(
+        self, setup: Setup, *, num_workers: int = 1, timeout_s: float = TIMEOUT_S, command: Sequence[str] = COMMAND
+    ) -> None:
+        """Nothing runs before `start` or the first `run`.
+
+        Args:
+            setup: of every worker.
+            num_workers: bodies that are prepared at the same time.
+            timeout_s: for one body.
+            command: a worker's, without its argument.
+        """
+        self._setup = setup
+        self._timeout_s = timeout_s
+        self._command = tuple(command)
+        self._slots = [_Slot() for _ in range(num_workers)]
+        self._free: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()  # a worker that runs is taken before one has to start
+        for slot in self._slots:
+            self._free.put_nowait(slot)
+        self._num_waiting = 0
+        self._is_closed = False
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="prepare-worker")
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that run."""
+        return [slot.worker.pid for slot in self._slots if slot.worker is not None and slot.worker.is_alive]
+
+    def start(self) -> None:
+        """Start one worker in the background, so that no request waits for it."""
+        self._begin(self._warm(self._free.get_nowait()))
+
+    async def run(self, job: Job[R], pieces: Sequence[bytes]) -> R:
+        """What `job` makes of a body, its pieces in order.
+
+        Raises:
+            M3Error: what is wrong with the request.
+            OverloadedError: too many bodies wait.
+            RequestFailedError: it takes too long, or its workers died.
+            WorkerFaultError: a bug.
+        """
+        if self._num_waiting >= MAX_WAITING:
+            raise OverloadedError("too many large requests wait to be read; retry later")
+        self._num_waiting += 1
+        try:
+            slot = await self._free.get()
+        finally:
+            self._num_waiting -= 1
+        # A client that leaves costs the rest of its turn; a worker that is killed would take longer to replace.
+        return await asyncio.shield(self._begin(self._run(slot, job, pieces)))
+
+    async def close(self) -> None:
+        """End the workers; whoever waits is cancelled."""
+        self._is_closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for slot in self._slots:
+            await self._clear(slot)
+        self._threads.shutdown()
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever asked for it may have left
+
+    async def _warm(self, slot: _Slot) -> None:
+        try:
+            if slot.worker is None:
+                await self._revive(slot)
+        except RequestFailedError:
+            return  # logged; the next request tries again
+        finally:
+            self._free.put_nowait(slot)
+
+    async def _run(self, slot: _Slot, job: Job[R], pieces: Sequence[bytes]) -> R:
+        try:
+            for _ in range(NUM_ATTEMPTS):
+                worker = slot.worker
+                if worker is None or not worker.is_alive:
+                    worker = await self._revive(slot)
+                try:
+                    return await self._call(slot, self._timeout_s, worker.call, job, pieces)
+                except PeerEndedError:
+                    logger.error("a prepare worker ended over a request")
+                except TimeoutError:
+                    logger.error("a prepare worker took longer than %g s over a request", self._timeout_s)
+                    raise RequestFailedError("reading the request takes too long") from None
+            raise RequestFailedError("the request could not be read")
+        finally:
+            if slot.worker is None and not self._is_closed:
+                self._begin(self._warm(slot))
+            else:
+                self._free.put_nowait(slot)
+
+    async def _revive(self, slot: _Slot) -> _Worker:
+        """A new worker in the slot.
+
+        Raises:
+            RequestFailedError: none can be started; the log says why.
+        """
+        await self._clear(slot)
+        try:
+            slot.worker = worker = await _Worker.spawn(self._command)
+            await self._call(slot, START_TIMEOUT_S, worker.set_up, self._setup)
+        except (PeerEndedError, WorkerFaultError, TimeoutError, OSError) as error:
+            logger.error("a prepare worker cannot start: %s", str(error) or type(error).__name__)
+            await self._clear(slot)
+            raise RequestFailedError("large requests cannot be read at the moment") from error
+        return worker
+
+    async def _call(self, slot: _Slot, timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Talk to the slot's worker in a thread; unless it answers in time, it is killed, and the thread has ended."""
+        call = asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(call)
+        except PeerEndedError:
+            assert slot.worker is not None
+            await slot.worker.leave()
+            await self._clear(slot)
+            raise
+        except (TimeoutError, asyncio.CancelledError):
+            assert slot.worker is not None
+            await slot.worker.kill()  # it closes the socket, which ends the thread's wait
+            await asyncio.gather(call, return_exceptions=True)
+            await self._clear(slot)
+            raise
+
+    async def _clear(self, slot: _Slot) -> None:
+        worker, slot.worker = slot.worker, None
+        if worker is not None:
+            await worker.kill()
+            worker.close()

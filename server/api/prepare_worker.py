@@ -1,0 +1,111 @@
+"""The process that prepares large bodies: `python -m server.api.prepare_worker PARENT_PID`, its socket as standard input.
+
+Takes one task at a time, answers it, and leaves when the socket closes. It may be killed at any moment, so that a body may
+exhaust time or memory and cost nothing but itself. It holds no secrets, and gives way to everything else on the machine.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from server.api.chat_format import ChatFormat
+from server.api.checkpoint import CheckpointError
+from server.api.completions_prepare import COMPLETION_JOB
+from server.api.messages_prepare import COUNT_JOB, MESSAGES_JOB
+from server.api.prepare import CHAT_JOB, Checker, Job
+from server.api.prepare_protocol import (
+    Answer,
+    LogLine,
+    PeerEndedError,
+    Refusal,
+    Setup,
+    Task,
+    packed,
+    receive,
+    receive_exactly,
+    send,
+)
+from server.api.responses_prepare import RESPONSE_JOB
+from server.api.tokenize_prepare import DETOKENIZE_JOB, TOKENIZE_JOB
+from server.errors import M3Error, PayloadTooLargeError
+from server.logs import frames_of
+from server.media.sandbox import confine, silence
+
+JOBS: Final[dict[str, Job[Any]]] = {
+    job.name: job for job in (CHAT_JOB, COMPLETION_JOB, RESPONSE_JOB, MESSAGES_JOB, COUNT_JOB, TOKENIZE_JOB, DETOKENIZE_JOB)
+}
+NICENESS: Final = 10
+# The objects of a parsed body take many times its length: a list of empty lists 30 times.
+MEMORY_BYTES: Final = 4 << 30
+
+logger = logging.getLogger(__name__)
+
+
+class LogKeeper(logging.Handler):
+    """Keeps what is logged until it is taken: the front writes the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: list[LogLine] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        self._lines.append(LogLine(record.name, record.levelno, self.format(record)))
+
+    def take(self) -> tuple[LogLine, ...]:
+        """The lines since the last call."""
+        lines, self._lines = self._lines, []
+        return tuple(lines)
+
+
+def prepare(checker: Checker, job: Job[Any], raw: bytes) -> tuple[Answer, list[bytes]]:
+    """Run one job; the answer and what follows it."""
+    try:
+        light, following = packed(job.run(checker, raw))
+        return Answer(msgspec.Raw(msgspec.json.encode(light)), num_bytes=tuple(map(len, following))), following
+    except M3Error as error:
+        return Answer(refusal=Refusal.of(error)), []
+    except MemoryError:
+        return Answer(refusal=Refusal.of(PayloadTooLargeError("the body takes more memory than one request may use"))), []
+    except Exception as error:
+        logger.error("preparing a request failed with %s\n%s", type(error).__name__, frames_of(error))
+        return Answer(fault=type(error).__name__), []
+
+
+def serve(connection: socket.socket, parent_pid: int, log: LogKeeper) -> None:
+    """Set up as the first message says, then answer tasks until the socket closes."""
+    setup = receive(connection, Setup)
+    try:
+        checker = Checker(setup.limits, setup.media_limits, ChatFormat.load(Path(setup.model_dir)))
+    except CheckpointError as error:
+        send(connection, Answer(fault=str(error)))
+        return
+    confine(MEMORY_BYTES, parent_pid)
+    silence()
+    send(connection, Answer())
+    while True:
+        task = receive(connection, Task)
+        answer, following = prepare(checker, JOBS[task.job], receive_exactly(connection, task.num_bytes))
+        send(connection, msgspec.structs.replace(answer, log=log.take()), following)
+
+
+def main() -> None:
+    """Serve until the front is done or gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which then closes the socket
+    os.nice(NICENESS)
+    log = LogKeeper()
+    logging.getLogger().addHandler(log)
+    try:
+        serve(socket.socket(fileno=0), int(sys.argv[1]), log)
+    except PeerEndedError:
+        return
+
+
+if __name__ == "__main__":
+    main()
