@@ -33,7 +33,11 @@ class WeightFormat(enum.StrEnum):
 
 
 class PlanError(Exception):
-    """There is no such plan; the message says why."""
+    """There is no such plan; the message says why, and `missing_bytes` how much memory each GPU lacks, if that is why."""
+
+    def __init__(self, message: str, missing_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,9 @@ def make_plan(request: PlanRequest) -> DeploymentPlan:
             raise PlanError(f"the context is {request.context:,} tokens, but the model's window has {window:,}")
         memory = _memory(request, config)
         require_room(memory, request.context or memory.spec.page_size, is_quantised=config.quantization is not None)
-    except (ConfigError, NoRoomError, ValueError) as error:
+    except NoRoomError as error:
+        raise PlanError(str(error), error.missing_bytes) from error
+    except (ConfigError, ValueError) as error:
         raise PlanError(str(error)) from error
     longest = request.context or window
     contexts = sorted({length for length in CONTEXTS if length < longest} | {longest})
@@ -226,7 +232,7 @@ def run(request: PlanRequest, *, prints_json: bool) -> int:
         plan = make_plan(request)
     except PlanError as error:
         if prints_json:
-            print(json.dumps({"fits": False, "reason": str(error)}))
+            print(json.dumps({"fits": False, "missing_bytes": error.missing_bytes, "reason": str(error)}))
         else:
             print(f"m3-server plan: {error}", file=sys.stderr)
         return 1

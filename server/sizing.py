@@ -20,6 +20,10 @@ GIB = 1 << 30
 class NoRoomError(Exception):
     """The model and one sequence do not fit; the message says by how much, and what would help."""
 
+    def __init__(self, message: str, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
+
 
 def weights_bytes(parameters: Iterable[Parameter], dtype: torch.dtype) -> int:
     """Bytes of one rank's parameters; `dtype` is the model's."""
@@ -190,7 +194,8 @@ def require_room(plan: MemoryPlan, num_tokens: int, *, is_quantised: bool) -> No
     raise NoRoomError(
         f"{size(missing_bytes)} of memory are missing. Needed: {listed}{limit}. There: {size(usable_bytes)} of "
         f"{size(plan.total_bytes)}, as {size(plan.kept_bytes)} are kept free and {size(plan.taken_bytes)} are taken by others. "
-        f"What would help: {', or '.join(_cures(plan, num_tokens, missing_bytes, is_quantised))}"
+        f"What would help: {', or '.join(_cures(plan, num_tokens, missing_bytes, is_quantised))}",
+        missing_bytes,
     )
 
 

@@ -16,7 +16,7 @@ CONTEXT_BYTES = 1 << 30
 """The CUDA context, loaded kernels and NCCL's buffers."""
 
 GRAPH_LAYER_BYTES = 256 << 10
-"""What the driver keeps of one captured decode step, per layer: some twenty kernels with their arguments."""
+"""What the driver keeps of one captured decode step, per layer of some twenty kernels; a guess until it is measured."""
 
 _LOGIT_BYTES = 40  # per logit: fp32 before and after adjustment, sorted values and int64 ranks, probabilities, noise
 _STREAM_TENSORS = 4  # [T, hidden]: residual, its sum, the normed input and the sublayer's output
@@ -57,9 +57,9 @@ def _attention(config: M3Config, shard: Shard, itemsize: int, limits: StepLimits
 
 
 def _mlp(config: M3Config, shard: Shard, itemsize: int, num_tokens: int) -> int:
-    """Gate, up and activation of every (token, expert) pair, and each pair's output; or the dense MLP."""
+    """Input, activation and output of every (token, expert) pair; or the dense MLP."""
     text = config.text
-    pair = 3 * _len(shard.even(text.intermediate_size, "intermediate_size")) + text.hidden_size
+    pair = 2 * text.hidden_size + _len(shard.even(text.intermediate_size, "intermediate_size"))
     dense = 3 * _len(shard.even(text.dense_intermediate_size, "dense_intermediate_size"))
     per_token = max(text.num_experts_per_token * pair, dense)
     return num_tokens * per_token * itemsize

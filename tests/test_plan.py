@@ -95,6 +95,16 @@ def test_an_impossible_plan_says_why(arguments, reason, capsys):
     answer = plan_json(capsys, *arguments, code=1)
     assert answer["fits"] is False
     assert re.search(reason, answer["reason"])
+    assert (answer["missing_bytes"] is not None) == ("GiB of memory are missing" in answer["reason"])
+
+
+def test_what_is_missing_is_what_more_memory_must_bring(capsys):
+    missing_bytes = plan_json(capsys, "--gpus", "4", "--gpu-memory", "200", "--gpu-memory-utilization", "1", code=1)[
+        "missing_bytes"
+    ]
+    for spare_bytes, code in ((1, 0), (-1, 1)):
+        gib = str(200 + (missing_bytes + spare_bytes) / 2**30)
+        plan(capsys, "--gpus", "4", "--gpu-memory", gib, "--gpu-memory-utilization", "1", code=code)
 
 
 def test_a_folder_is_read_like_the_released_model(capsys):
