@@ -180,7 +180,7 @@ def report(request: PlanRequest, plan: DeploymentPlan) -> str:
         "",
         "One GPU, GiB (workspaces, graphs and what others take are estimates; a start measures them)",
         *table(plan.memory),
-        f"longest sequence: {plan.context:,} tokens",
+        f"cache: {plan.memory.num_pages:,} pages, {plan.memory.num_tokens:,} tokens; longest sequence {plan.context:,} tokens",
         "",
         f"Sequences at their full length, no shared prefixes, {host} for the host tier",
         "     context   on the GPU   sparse lane on the host   idle, index lane too   host GiB each",

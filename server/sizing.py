@@ -161,7 +161,6 @@ def table(plan: MemoryPlan) -> list[str]:
     lines = [f"{num_bytes / GIB:>10.2f}  {what}" for what, num_bytes in rows]
     lanes = ", ".join(f"{lane.name.lower()} {size:,}" for lane, size in spec.lane_bytes.items() if lane.name)
     lines.append(f"a page of {spec.page_size} tokens: {spec.bytes_per_page:,} bytes ({lanes})")
-    lines.append(f"cache: {plan.num_pages:,} pages, {plan.num_tokens:,} tokens, {plan.cache_bytes / GIB:.2f} GiB")
     return lines
 
 
