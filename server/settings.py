@@ -99,6 +99,7 @@ class Settings(BaseSettings):
         0.9, description="share of the GPU's memory that may be in use, by all processes together; the rest stays free"
     )
     enable_prefix_caching: bool = Field(True, description="reuse whole pages of equal prefixes")
+    enable_cuda_graphs: bool = Field(True, description="launch decode steps on a GPU as CUDA graphs, captured at start")
     overlap_steps: bool | None = Field(
         None, description="plan and launch a step while the one before it runs; on with a GPU and off on a CPU if unset"
     )

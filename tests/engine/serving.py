@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from server.engine_steps import StepPipeline
 from server.heartbeat import Heartbeat
 from server.kvcache.pools import CachePools
 from server.messages import Failed, Finished, RequestEvent, SlabRef, Submit, Tokens
 from server.model.config import cache_spec
+from server.model.decode_graphs import Recorder
 from server.model.grammar import GrammarCompiler
 from server.model.m3 import M3Model
 from server.model.runner import ModelRunner
@@ -51,9 +51,9 @@ class Server:
         pixels: Pixels | None = None,
         grammars: GrammarCompiler | None = None,
         overlap_steps: bool = False,
-        use_graphs: bool = False,
+        record: Recorder | None = None,
     ) -> None:
-        spec = cache_spec(model.config, torch.float32)
+        spec = cache_spec(model.config, model.dtype)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -62,7 +62,7 @@ class Server:
             num_pages=num_pages,
             enable_prefix_caching=enable_prefix_caching,
         )
-        self.pools = CachePools(spec, num_pages, torch.device("cpu"))
+        self.pools = CachePools(spec, num_pages, model.device)
         self.pools.poison(range(num_pages))
         self.scheduler = Scheduler(config)
         self.runner = ModelRunner(
@@ -76,8 +76,8 @@ class Server:
             grammars=grammars,
             poison_pages=True,
         )
-        if use_graphs:  # the machinery around them: what was recorded is run again step by step
-            self.runner.capture_graphs(lambda work: work)
+        if record is not None:
+            self.runner.capture_graphs(record)
         self.steps = StepPipeline(self.scheduler, self.runner, self._record, Heartbeat(), overlap=overlap_steps)
         self.events: dict[str, list[RequestEvent]] = {}
 

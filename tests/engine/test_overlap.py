@@ -142,7 +142,7 @@ def test_decode_steps_on_a_ladder_of_sizes_give_the_same(model, tokenizer, seed,
     monkeypatch.setattr("server.model.decode_graphs.batch_ladder", ladder.get)
     program = Program(seed)
     plain = program.run(model, tokenizer, overlap_steps=False)
-    graphs = program.run(model, tokenizer, overlap_steps=True, use_graphs=True)
+    graphs = program.run(model, tokenizer, overlap_steps=True, record=lambda work: work)
     assert_same(program, plain, graphs)
 
 
