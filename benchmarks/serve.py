@@ -8,6 +8,8 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
+import platform
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -129,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = measure(arguments)
     path = arguments.out or RESULTS / f"serve-{device.lower().replace(' ', '-')}.json"
     command = " ".join(["python -m benchmarks.serve", *(sys.argv[1:] if argv is None else argv)])
-    result = {"device": device, **measured_with(command), "rows": [asdict(row) for row in rows]}
+    machine = f"{os.cpu_count()} x {platform.machine()}, load {os.getloadavg()[0]:.1f} at the end"
+    result = {"device": device, "machine": machine, **measured_with(command), "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path}")
 

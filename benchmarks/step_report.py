@@ -1,6 +1,7 @@
 """Rows of the step benchmark, the table, and the JSON file that grows row by row."""
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ class StepRow:
 
 
 HEADER = (
-    f"{'part':8} {'what':34} {'dtype':9} {'batch':>5} {'context':>8} {'us':>11} {'us/layer':>10} {'x limit':>8} "
+    f"{'after':>8}  {'part':8} {'what':34} {'dtype':9} {'batch':>5} {'context':>8} {'us':>11} {'us/layer':>10} {'x limit':>8} "
     f"{'idle':>6} {'cpu us':>8} {'goal us':>9} mode"
 )
 
@@ -94,6 +95,7 @@ class StepFile:
         self._device = device
         self._measured = measured_with(command)
         self._rows: list[StepRow] = []
+        self._start_s = time.monotonic()
 
     @property
     def rows(self) -> Sequence[StepRow]:
@@ -103,7 +105,7 @@ class StepFile:
     def add(self, row: StepRow) -> None:
         """Print and write one more row."""
         self._rows.append(row)
-        print(format_row(row), flush=True)
+        print(f"{time.monotonic() - self._start_s:6.1f} s  {format_row(row)}", flush=True)
         kept = json.loads(self._path.read_text()) if self._path.exists() else {"measured": {}, "rows": []}
         done = {_group(asdict(mine)) for mine in self._rows}
         rows = [other for other in kept["rows"] if _group(other) not in done]
