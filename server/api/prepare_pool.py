@@ -18,6 +18,7 @@ import msgspec
 
 from server.api.prepare import Job
 from server.api.prepare_protocol import Answer, PeerEndedError, Setup, Task, receive, receive_exactly, send, unpacked
+from server.api.tokenizer import PIECES_PER_BATCH
 from server.api.worker_process import worker_environment
 from server.errors import OverloadedError, RequestFailedError
 
@@ -33,6 +34,8 @@ LEAVE_TIMEOUT_S: Final = 1.0
 # The largest bodies take seconds where the processor is free.
 TIMEOUT_S: Final = 60.0
 MAX_WAITING: Final = 64
+# Pieces of a text that a worker tokenizes at the same time; a core is left to everything else.
+NUM_TOKENIZER_THREADS: Final = max(1, min(PIECES_PER_BATCH, len(os.sched_getaffinity(0)) - 1))
 # A worker may die of other things than its body, but not twice in a row.
 NUM_ATTEMPTS: Final = 2
 
@@ -59,7 +62,7 @@ class _Worker:
                     str(os.getpid()),
                     stdin=theirs.fileno(),
                     stdout=asyncio.subprocess.DEVNULL,
-                    env=worker_environment(),
+                    env=worker_environment(RAYON_NUM_THREADS=str(NUM_TOKENIZER_THREADS)),
                 )
             except BaseException:
                 ours.close()

@@ -7,6 +7,7 @@ is ready; it never sees how it became so.
 import asyncio
 import contextlib
 import enum
+import gc
 import logging
 import sys
 from collections.abc import Callable
@@ -43,8 +44,9 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 # Rendering and tokenizing. More would only fight for the interpreter's lock; fewer would let two long prompts hold up all.
 NUM_THREADS: Final = 4
-# Larger bodies are prepared in a process of their own: in a thread they would hold the interpreter's lock for too long.
-MAX_THREAD_BYTES: Final = 256 << 10
+# Larger bodies are prepared in a process of their own, which costs them a millisecond or two. In a thread, a body of this size
+# already competes for the interpreter's lock for 10 to 30 ms, and each of its turns may last 5 ms.
+MAX_THREAD_BYTES: Final = 64 << 10
 # Prompts of that many whole windows may wait when the operator does not say; more would wait for minutes.
 NUM_QUEUED_WINDOWS: Final = 8
 
@@ -275,6 +277,9 @@ class Service:
         self._large_bodies = PreparePool(setup, num_workers=self.settings.prepare_workers)
         if self._owns_process:
             self._large_bodies.start()
+            # What is there by now stays: a full collection would walk over it, and hold up every stream for 40 ms.
+            gc.collect()
+            gc.freeze()
         self._checker = Checker(limits, media_limits, self._chat_format)
         logger.info("ready: %s, sequences of up to %d tokens", self.settings.model_name, ready.max_model_len)
         self._tasks.append(asyncio.create_task(self._show_example(), name="example"))
