@@ -46,6 +46,7 @@ class BatchBuilder:
         self._page_size = page_size
         self._device = device
         self._token_ids: dict[int, Tensor] = {}  # slot -> [n] int64 on the host
+        self._num_given = [0] * max_num_seqs
         self._num_pages = [0] * max_num_seqs
         self._page_table = torch.zeros((max_num_seqs, max_pages), dtype=torch.int32, device=device)
         self._last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -54,6 +55,7 @@ class BatchBuilder:
     def admit(self, sequence: NewSequence) -> None:
         """Take the slot; its page table starts empty."""
         self._token_ids[sequence.slot] = torch.tensor(sequence.token_ids, dtype=torch.int64)
+        self._num_given[sequence.slot] = len(sequence.token_ids)
         self._num_pages[sequence.slot] = 0
 
     def release(self, slot: int) -> None:
@@ -71,7 +73,7 @@ class BatchBuilder:
         page_ids: list[int] = []
         fresh: list[int] = []
         for chunk in chunks:
-            if not chunk.new_page_ids:
+            if not chunk.new_page_ids:  # nearly all decodes
                 continue
             num_valid = -(-chunk.start // self._page_size)
             for column, page_id in enumerate(chunk.new_page_ids, start=self._num_pages[chunk.slot]):
@@ -124,11 +126,16 @@ class BatchBuilder:
         The rows are slots, positions, token ids and whether the token is written to the cache. Rows beyond the chunks repeat
         the shortest sequence, which costs the least, and write nothing.
         """
-        columns = [(chunk.slot, chunk.start, self._token_id(chunk), 1) for chunk in chunks]
-        if num_rows is not None and num_rows > len(columns):
-            slot, start, token_id, _ = min(columns, key=lambda column: column[1])
-            columns += [(slot, start, token_id, 0)] * (num_rows - len(columns))
-        return torch.tensor(columns).T
+        slots = [chunk.slot for chunk in chunks]
+        positions = [chunk.start for chunk in chunks]
+        token_ids = [self._token_id(chunk) for chunk in chunks]
+        num_idle = 0 if num_rows is None else num_rows - len(slots)
+        if num_idle:
+            shortest = positions.index(min(positions))
+            for column in (slots, positions, token_ids):
+                column += [column[shortest]] * num_idle
+        is_written = [1] * len(chunks) + [0] * num_idle
+        return torch.tensor([slots, positions, token_ids, is_written])
 
     def decode_input(self, packed: Tensor, max_seq_len: int) -> ModelInput:
         """The input of a step over single-token chunks; only the device is busy, so a graph can capture it.
@@ -166,9 +173,10 @@ class BatchBuilder:
 
     def _known_token_ids(self, chunk: Chunk) -> Tensor:
         """[chunk.num_tokens] int64: the tokens that the sequence came with, or `SAMPLED`."""
-        token_ids = self._token_ids[chunk.slot]
-        return token_ids[chunk.start : chunk.start + chunk.num_tokens] if chunk.start < len(token_ids) else self._sampled
+        if chunk.start >= self._num_given[chunk.slot]:
+            return self._sampled
+        return self._token_ids[chunk.slot][chunk.start : chunk.start + chunk.num_tokens]
 
     def _token_id(self, chunk: Chunk) -> int:
-        token_ids = self._token_ids[chunk.slot]
-        return int(token_ids[chunk.start]) if chunk.start < len(token_ids) else SAMPLED
+        is_given = chunk.start < self._num_given[chunk.slot]
+        return int(self._token_ids[chunk.slot][chunk.start]) if is_given else SAMPLED
