@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from server.engine_steps import EngineFailedError
 from server.grammars import GrammarTokenizer
 from server.messages import (
+    Failed,
     Finished,
     FinishReason,
     Grammar,
@@ -144,6 +146,81 @@ def test_decode_steps_on_a_ladder_of_sizes_give_the_same(model, tokenizer, seed,
     plain = program.run(model, tokenizer, overlap_steps=False)
     graphs = program.run(model, tokenizer, overlap_steps=True, record=lambda work: work)
     assert_same(program, plain, graphs)
+
+
+class Faulty:
+    """The model, with faults at its n-th call."""
+
+    def __init__(self, model):
+        self._model = model
+        self.raising = {}
+        self.not_finite = {}
+        self.num_forwards = self.num_logits = 0
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def forward(self, *inputs):
+        self.num_forwards += 1
+        if self.num_forwards in self.raising:
+            raise self.raising[self.num_forwards]
+        return self._model.forward(*inputs)
+
+    def logits(self, hidden):
+        self.num_logits += 1
+        logits = self._model.logits(hidden)
+        logits[self.not_finite.get(self.num_logits, [])] = torch.nan
+        return logits
+
+
+def greedy(name, seed):
+    return Submit(name, prompt_of(30, seed), SamplingParams(max_tokens=9, temperature=0.0))
+
+
+@pytest.mark.parametrize("overlap_steps", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("no"), torch.OutOfMemoryError("no")])
+def test_a_model_that_raises_costs_the_sequences_of_its_step(model, overlap_steps, error):
+    first, second = greedy("first", 1), greedy("second", 2)
+    alone = Server(model).serve([second])
+    faulty = Faulty(model)
+    faulty.raising[4] = error
+    server = Server(faulty, max_num_seqs=1, overlap_steps=overlap_steps)
+    server.submit(first)
+    server.submit(second)
+    server.run()
+    assert isinstance(server.end("first"), Failed)
+    assert len(tokens_of(server, "first")) == 3
+    assert server.output("second") == alone["second"]
+    server.scheduler.check()
+
+
+@pytest.mark.parametrize("overlap_steps", [False, True])
+def test_a_row_that_is_not_finite_costs_one_sequence(model, overlap_steps):
+    requests = [greedy(f"r{i}", i) for i in range(3)]
+    alone = {each.request_id: Server(model).serve([each])[each.request_id] for each in requests}
+    faulty = Faulty(model)
+    faulty.not_finite[4] = [1]
+    server = Server(faulty, overlap_steps=overlap_steps, enable_prefix_caching=True)
+    for each in requests:
+        server.submit(each)
+    server.run()
+    assert isinstance(server.end("r1"), Failed)
+    assert tokens_of(server, "r1") == alone["r1"][:3]
+    assert {name: server.output(name) for name in ("r0", "r2")} == {name: alone[name] for name in ("r0", "r2")}
+    assert server.serve([greedy("again", 1)])["again"] == alone["r1"]
+
+
+def test_a_lost_device_ends_what_is_in_flight(model):
+    faulty = Faulty(model)
+    faulty.raising[4] = torch.AcceleratorError("an illegal memory access was encountered")
+    server = Server(faulty, max_num_seqs=1, overlap_steps=True)
+    server.submit(greedy("running", 1))
+    server.submit(greedy("waiting", 2))
+    with pytest.raises(EngineFailedError):
+        server.run()
+    assert isinstance(server.end("running"), Failed)
+    assert len(tokens_of(server, "running")) == 3
+    assert "waiting" not in server.events
 
 
 def assert_same(program, *servers):
