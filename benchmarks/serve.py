@@ -39,6 +39,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--url", help="a server that runs already, without /v1")
     source.add_argument("--model", type=Path, default=TINY, help="folder to serve; the tiny checkpoint if unset")
     source.add_argument("--slice", help="serve a slice of so many dense+sparse layers with random weights")
+    parser.add_argument("--config", type=Path, default=RELEASED_CONFIG, help="widths of the slice")
     parser.add_argument("--mxfp8", action="store_true", help="quantise the slice")
     parser.add_argument("--transformers", action="store_true", help="also measure `transformers serve` with the same weights")
     parser.add_argument("--only-transformers", action="store_true", help="measure nothing else")
@@ -90,7 +91,7 @@ def folder_of(arguments: argparse.Namespace, scratch: Path) -> Iterator[Path]:
         yield arguments.model
         return
     num_dense, num_sparse = map(int, arguments.slice.split("+"))
-    values = slice_values(RELEASED_CONFIG, Layers(num_dense, num_sparse), quantized=arguments.mxfp8)
+    values = slice_values(arguments.config, Layers(num_dense, num_sparse), quantized=arguments.mxfp8)
     values["vision_config"]["num_hidden_layers"] = 1
     folder = arguments.folder or scratch / "slice"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -69,10 +69,12 @@ def test_a_level_is_summed_up():
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_real_server_is_measured(tmp_path, monkeypatch):
+def test_a_real_server_with_a_slice_is_measured(tmp_path, monkeypatch, request):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = tmp_path / "serve.json"
-    serve.main(["--concurrency", "1,2", "--input-len", "180", "--output-len", "6", "--rounds", "1", "--out", str(out)])
+    config = request.config.rootpath / "server/model/tiny/config.json"
+    sizes = "--concurrency 1,2 --input-len 180 --output-len 6 --rounds 1 --slice 1+1 --mxfp8"
+    serve.main([*sizes.split(), "--config", str(config), "--out", str(out)])
     result = json.loads(out.read_text())
     assert [row["concurrency"] for row in result["rows"]] == [1, 2]
     for row in result["rows"]:
