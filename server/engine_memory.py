@@ -6,6 +6,7 @@ division itself is the arithmetic of `server/sizing.py`.
 
 import gc
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
@@ -14,11 +15,12 @@ import torch
 
 from server.kvcache.pools import CachePools, CacheSpec
 from server.messages import SamplingParams, SlabRef
+from server.model.decode_graphs import Recorder
 from server.model.m3 import M3Model
 from server.model.media_features import Pixels
 from server.model.runner import ModelRunner
 from server.scheduler.plan import Chunk, NewSequence, StepPlan
-from server.sizing import MemoryPlan, StepLimits, table
+from server.sizing import MemoryPlan, StepLimits, size, table
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,20 @@ def measure(plan: MemoryPlan, memory: DeviceMemory, model: M3Model, limits: Step
     )
     logger.info("memory of %s in GiB\n%s", model.device, "\n".join(table(measured)))
     return measured
+
+
+def capture_graphs(runner: ModelRunner, record: Recorder, memory: DeviceMemory, kept_bytes: int) -> None:
+    """Capture the decode steps, and say what that took of the `kept_bytes`."""
+    start_s, free_bytes = time.perf_counter(), memory.free_bytes()
+    num_graphs = runner.capture_graphs(record)
+    taken_bytes = free_bytes - memory.free_bytes()
+    seconds = time.perf_counter() - start_s
+    logger.info(
+        "captured %d decode steps in %.1f s; %s, kept were %s", num_graphs, seconds, size(taken_bytes), size(kept_bytes)
+    )
+    if taken_bytes > kept_bytes:
+        excess = size(taken_bytes - kept_bytes)
+        logger.warning("captured decode steps take %s more than planned; so much less stays free", excess)
 
 
 def run_largest_steps(model: M3Model, spec: CacheSpec, limits: StepLimits) -> None:

@@ -6,13 +6,12 @@ Whatever makes a start impossible raises `StartError` with a reason for the oper
 import logging
 import os
 import secrets
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from server.engine_memory import CudaMemory, DeviceMemory, measure
+from server.engine_memory import CudaMemory, DeviceMemory, capture_graphs, measure
 from server.grammars import GrammarError, GrammarTokenizer
 from server.kvcache.pools import CachePools
 from server.messages import Ready, SamplingParams
@@ -127,7 +126,7 @@ def build(
             require_room(memory_plan, required, is_quantised=is_quantised)
     except (ConfigError, CheckpointError, NoRoomError) as error:
         raise StartError(str(error)) from error
-    return assemble(settings, model, memory_plan, limits, read_pixels)
+    return assemble(settings, model, memory_plan, memory, limits, read_pixels)
 
 
 def plan_memory(
@@ -144,11 +143,12 @@ def plan_memory(
     if memory is None:
         return MemoryPlan(settings.cache_bytes or CPU_CACHE_BYTES, 0, 0, MemoryUse(), spec, max_pages, settings.cache_bytes)
     total_bytes = memory.total_bytes
+    use = estimated_use(config, Shard(), dtype, limits, choose_feature_cache_bytes(settings, device))
     return MemoryPlan(
         total_bytes=total_bytes,
         kept_bytes=int(total_bytes * (1 - settings.gpu_memory_utilization)),
         taken_bytes=total_bytes - memory.free_bytes(),
-        use=estimated_use(config, Shard(), dtype, limits, choose_feature_cache_bytes(settings, device)),
+        use=use if settings.enable_cuda_graphs else replace(use, graphs=0),
         spec=spec,
         max_pages=None if settings.enable_prefix_caching else max_pages,
         cache_limit_bytes=settings.cache_bytes,
@@ -156,9 +156,14 @@ def plan_memory(
 
 
 def assemble(
-    settings: Settings, model: M3Model, memory_plan: MemoryPlan, limits: StepLimits, read_pixels: PixelReader
+    settings: Settings,
+    model: M3Model,
+    memory_plan: MemoryPlan,
+    memory: DeviceMemory | None,
+    limits: StepLimits,
+    read_pixels: PixelReader,
 ) -> EngineParts:
-    """Allocate the cache and put scheduler and runner around it."""
+    """Allocate the cache, put scheduler and runner around it, and capture decode steps on a GPU."""
     spec, num_pages, vocab_size = memory_plan.spec, memory_plan.num_pages, model.config.text.vocab_size
     sizes = SchedulerConfig(
         max_num_seqs=limits.max_num_seqs,
@@ -186,8 +191,8 @@ def assemble(
         grammars=grammars,
     )
     warm_up(runner)
-    if settings.enable_cuda_graphs and model.device.type == "cuda":
-        capture_graphs(runner)
+    if settings.enable_cuda_graphs and memory is not None and model.device.type == "cuda":
+        capture_graphs(runner, CudaRecorder(), memory, memory_plan.use.graphs)
     ready = Ready(num_pages, spec.page_size, sizes.max_seq_len, vocab_size)
     return EngineParts(Scheduler(sizes), runner, ready, grammars, choose_overlap(settings, model.device))
 
@@ -227,16 +232,3 @@ def warm_up(runner: ModelRunner) -> None:
     runner.execute(StepPlan(0, (), (sequence,), (Chunk(0, 0, 2, (0,), samples=True),)))
     runner.execute(StepPlan(1, (), (), (Chunk(0, 2, 1, (), samples=True),)))
     runner.execute(StepPlan(2, (0,), (), ()))
-
-
-def capture_graphs(runner: ModelRunner) -> None:
-    """Capture the decode steps and say what that cost."""
-    torch.cuda.synchronize()
-    start_s, free_bytes = time.perf_counter(), torch.cuda.mem_get_info()[0]
-    num_graphs = runner.capture_graphs(CudaRecorder())
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    taken_bytes = free_bytes - torch.cuda.mem_get_info()[0]
-    logger.info(
-        "captured %d decode steps in %.1f s; they take %.2f GiB", num_graphs, time.perf_counter() - start_s, taken_bytes / GIB
-    )

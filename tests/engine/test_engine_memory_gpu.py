@@ -36,7 +36,7 @@ def live_through_a_start(device, dtype, config, settings, limits, memory):
     require_room(planned, 128, is_quantised=config.quantization is not None)
     model = M3Model(config, random_weights(parameters(config, Shard()), device, dtype), Alone())
     measured = measure(planned, memory, model, limits)
-    parts = assemble(settings, model, measured, limits, no_pixels)
+    parts = assemble(settings, model, measured, memory, limits, no_pixels)
     longest = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, parts.ready.max_model_len)
     run_largest_steps(model, measured.spec, longest)
     return planned, measured, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory.free_bytes()

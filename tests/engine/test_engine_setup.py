@@ -3,7 +3,7 @@ import shutil
 import pytest
 import torch
 
-from server.engine_memory import run_largest_steps
+from server.engine_memory import capture_graphs, run_largest_steps
 from server.engine_setup import (
     StartError,
     build,
@@ -13,8 +13,10 @@ from server.engine_setup import (
     choose_step_tokens,
     plan_memory,
 )
+from server.kvcache.pools import CachePools
 from server.model.config import M3Config, cache_spec
 from server.model.m3 import M3Model
+from server.model.runner import ModelRunner
 from server.settings import Device, Dtype, load_settings
 from server.sizing import GIB, StepLimits
 from server.workspaces import graphs_bytes
@@ -111,6 +113,28 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(checkpoint, monk
 def test_steps_that_take_more_than_estimated_end_the_start_with_a_reason(checkpoint):
     with pytest.raises(StartError, match=r"workspaces 3\.00 GiB"):
         build(settings(checkpoint, **GPU_LIKE), no_pixels, memory=FakeMemory(3 * GIB, step_bytes=3 * GIB))
+
+
+@pytest.mark.parametrize(("taken_bytes", "is_warned"), [(1_000_000, False), (1_000_001, True)])
+def test_captured_steps_that_take_more_than_was_kept_are_a_warning(model, taken_bytes, is_warned, caplog):
+    caplog.set_level("INFO")
+    memory = FakeMemory(GIB, weights_bytes=taken_bytes)  # gone at the second look
+    pools = CachePools(cache_spec(model.config, model.dtype), 2, CPU)
+    pools.dense.zero_()
+    sizes = {"max_num_seqs": 2, "max_model_len": 32, "vocab_size": model.config.text.vocab_size}
+    runner = ModelRunner(model, pools, read_pixels=no_pixels, base_seed=0, **sizes)
+    recorded = []
+    capture_graphs(runner, lambda work: recorded.append(work) or work, memory, 1_000_000)
+    assert f"captured {len(recorded)} decode steps" in caplog.text
+    assert ("1 bytes more than planned" in caplog.text) == is_warned
+
+
+def test_nothing_is_kept_for_graphs_that_are_not_captured(checkpoint):
+    config, limits = M3Config.from_file(checkpoint), StepLimits(4, 32, 200)
+    for enabled in (True, False):
+        chosen = settings(checkpoint, enable_cuda_graphs=enabled, **GPU_LIKE)
+        use = plan_memory(chosen, config, CPU, torch.float32, limits, FakeMemory(GIB)).use
+        assert use.graphs == (graphs_bytes(config, 4, limits) if enabled else 0)
 
 
 def test_the_largest_steps_are_as_large_as_steps_can_be(model):
