@@ -124,9 +124,12 @@ def build(
         if memory is not None:
             memory_plan = measure(memory_plan, memory, model, limits)
             require_room(memory_plan, required, is_quantised=is_quantised)
+        return assemble(settings, model, memory_plan, memory, limits, read_pixels)
     except (ConfigError, CheckpointError, NoRoomError) as error:
         raise StartError(str(error)) from error
-    return assemble(settings, model, memory_plan, memory, limits, read_pixels)
+    except torch.OutOfMemoryError as error:
+        cure = "a smaller max_num_batched_tokens or max_num_seqs would help, or a lower gpu_memory_utilization"
+        raise StartError(f"memory ran out, in spite of all estimates: {error}; {cure}") from error
 
 
 def plan_memory(

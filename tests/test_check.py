@@ -245,6 +245,13 @@ def test_the_released_vocabulary_has_the_released_ids(folder):
     assert "tokenizer: ]~b] has the id 1319, in the released model 200019" in errors(folder)
 
 
+def test_a_special_token_that_nothing_uses_may_be_missing(folder):
+    unused = "]<]vision pad[>["
+    edit_json(folder / "tokenizer.json", lambda values: values["added_tokens"].remove(added_token(values, unused)))
+    assert errors(folder) == set()
+    assert warnings(folder) == {f"tokenizer: no special token {unused}"}
+
+
 def test_a_rounded_router_is_a_warning(folder):
     tensors = load_file(folder / SINGLE_FILE)
     edit_tensors(folder, lambda tensors: tensors.update({ROUTER: tensors[ROUTER].bfloat16()}))

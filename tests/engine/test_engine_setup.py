@@ -115,6 +115,15 @@ def test_steps_that_take_more_than_estimated_end_the_start_with_a_reason(checkpo
         build(settings(checkpoint, **GPU_LIKE), no_pixels, memory=FakeMemory(3 * GIB, step_bytes=3 * GIB))
 
 
+def test_memory_that_runs_out_all_the_same_is_a_reason_not_a_traceback(checkpoint):
+    class TooSmall(FakeMemory):
+        def peak_bytes(self, work):
+            raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+    with pytest.raises(StartError, match=r"tried to allocate 2\.00 GiB; a smaller max_num_batched_tokens"):
+        build(settings(checkpoint, **GPU_LIKE), no_pixels, memory=TooSmall(3 * GIB))
+
+
 @pytest.mark.parametrize(("taken_bytes", "is_warned"), [(1_000_000, False), (1_000_001, True)])
 def test_captured_steps_that_take_more_than_was_kept_are_a_warning(model, taken_bytes, is_warned, caplog):
     caplog.set_level("INFO")
