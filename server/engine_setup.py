@@ -196,7 +196,8 @@ def assemble(
     warm_up(runner)
     if settings.enable_cuda_graphs and memory is not None and model.device.type == "cuda":
         capture_graphs(runner, CudaRecorder(), memory, memory_plan.use.graphs)
-    ready = Ready(num_pages, spec.page_size, sizes.max_seq_len, vocab_size)
+    lane_page_bytes = {str(lane.name).lower(): num_bytes for lane, num_bytes in spec.lane_bytes.items()}
+    ready = Ready(num_pages, spec.page_size, sizes.max_seq_len, vocab_size, lane_page_bytes)
     return EngineParts(Scheduler(sizes), runner, ready, grammars, choose_overlap(settings, model.device))
 
 

@@ -267,12 +267,14 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
         page_size: tokens per page.
         max_model_len: longest sequence (prompt plus output) that fits both the window and the cache, in tokens.
         vocab_size: width of the logits.
+        lane_page_bytes: size of a page by the name of the lane.
     """
 
     num_pages: int
     page_size: int
     max_model_len: int
     vocab_size: int
+    lane_page_bytes: dict[str, int] = {}
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):

@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "server"
-LEAVES = {"server.messages", "server.settings", "server.errors", "server.metrics", "server.logs", "server.heartbeat"}
+LEAVES = {"server.messages", "server.settings", "server.errors", "server.logs", "server.heartbeat"}
 ALLOWED = {
-    "api": {"api", "media"},
+    "api": {"api", "media", "metrics"},
+    "metrics": {"metrics"},
     "media": {"media"},
     "scheduler": {"scheduler", "kvcache"},
     "kvcache": {"kvcache"},
     "model": {"model", "kernels", "kvcache", "scheduler"},
     "kernels": {"kernels"},
 }
-NO_TORCH = ("scheduler", "api")
+NO_TORCH = ("scheduler", "api", "metrics")
 FORBIDDEN = {"transformers", "openai", "pickle", "multiprocessing.pool", "concurrent.futures.process"}
 
 

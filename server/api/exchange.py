@@ -6,6 +6,7 @@ else is here: the place among the open requests, a client that leaves, errors be
 
 import asyncio
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import Final, Generic, Protocol, TypeVar
 
 from fastapi import Request
@@ -122,10 +123,19 @@ class Exchange(Generic[R]):
             self._is_closed = True
             if self._place is not None:
                 self._place.give_back()
-                if self.status == CLIENT_GONE:
-                    self._service.metrics.client_left()
-            self._service.metrics.request_ended(self.status, self.generation.elapsed_s())
+            self._count()
             self._write_note()
+
+    def _count(self) -> None:
+        counts, generation = self._service.metrics.front, self.generation
+        counts.request_ended(self.status)
+        if self._place is not None and self.status == CLIENT_GONE:
+            counts.client_left()
+        if generation.is_submitted:
+            done = "length" if generation.hit_limit else "stop"
+            counts.generation_ended({HTTPStatus.OK: done, CLIENT_GONE: "abort"}.get(self.status, "error"))
+            if self.status == HTTPStatus.OK:
+                generation.answered()
 
     def stream(self) -> EventStream:
         """The response that sends the events."""
@@ -147,7 +157,7 @@ class Exchange(Generic[R]):
             self._note.num_prompt_tokens = usage.prompt_tokens
             self._note.num_cached_tokens = usage.prompt_tokens_details.cached_tokens
             self._note.num_output_tokens = usage.completion_tokens
-            self._note.first_token_s = self.generation.first_token_s
+            self._note.first_token_s = self.generation.timeline.first_token_s
 
     def _failed(self, error: M3Error) -> bytes:
         self.status = error.status

@@ -16,6 +16,7 @@ from server.api.prepare import Prepared, fit
 from server.api.prompt import MediaLayout
 from server.api.request_stream import RequestStream
 from server.api.service import Service
+from server.api.timeline import Timeline
 from server.api.validate import Call
 from server.api.wire import ChunkChoice, CompletionDetails, PromptDetails, Usage
 from server.errors import (
@@ -71,7 +72,8 @@ class Generation:
 
     Attributes:
         finished: every choice has its finish reason.
-        first_token_s: arrival to first token; None before.
+        timeline: when what happened to it.
+        hit_limit: a choice ended because it had no more tokens left.
         prompts: the token ids of the expanded prompts, once started; the choices of each stand together, in this order.
         prompt_logprobs: for each prompt, one entry per token but the first, once a choice of it has said anything; empty
             unless asked for.
@@ -79,18 +81,18 @@ class Generation:
 
     def __init__(self, service: Service) -> None:
         self.finished = False
-        self.first_token_s: float | None = None
+        self.timeline = Timeline(service.metrics.front)
+        self.hit_limit = False
         self.prompts: list[list[int]] = []
         self.prompt_logprobs: list[list[TokenLogprobs]] = []
         self._service = service
         self._id = secrets.token_hex(12)
-        self._arrival_s = time.monotonic()
         self._lease: SharedLease | None = None
         self._streams: list[RequestStream] = []
         self._choices: list[ChoiceAssembler] = []
         self._pending: dict[asyncio.Task[RequestEvent], int] = {}
-        self._last_token_s: dict[int, float] = {}
         self._num_choices = 1  # of each prompt
+        self._max_tokens = 0
         self._num_cached_tokens = 0
         self._num_queued_tokens = 0  # counted in at the service
         self._opened = False
@@ -116,6 +118,8 @@ class Generation:
             for _ in range(call.num_choices):
                 self._submit(prompt, items, sampling, call)
             items = ()
+        self._max_tokens = samplings[0].max_tokens
+        self.timeline.submitted()
         self._drop_media()  # the engine's from here on: what the client does with the answer cannot keep them
 
     async def next(self) -> list[ChunkChoice]:
@@ -168,9 +172,16 @@ class Generation:
         self._unqueue()
         self._drop_media()
 
-    def elapsed_s(self) -> float:
-        """Time since the request arrived."""
-        return time.monotonic() - self._arrival_s
+    @property
+    def is_submitted(self) -> bool:
+        """Whether it reached the engine."""
+        return bool(self._streams)
+
+    def answered(self) -> None:
+        """The client has the whole answer."""
+        usage = self.usage
+        self.timeline.answered(usage.completion_tokens, len(self._choices))
+        self._service.metrics.front.asked(usage.prompt_tokens, self._max_tokens)
 
     async def _place_media(self, prepared: Prepared) -> tuple[tuple[MediaItem, ...], list[int]]:
         """Plan the pictures, expand their placeholders, check the length, decode them."""
@@ -186,10 +197,9 @@ class Generation:
             self._queue(num_more_tokens * prepared.call.num_choices)
             lease = await service.media.load(plans)
         except MediaError:
-            service.metrics.media_refused()
+            service.metrics.front.media_refused()
             raise
         self._lease = SharedLease(lease)
-        service.metrics.media_loaded(len(plans))
         items = tuple(
             MediaItem(plan.kind, plan.content_hash, plan.grid_thw, ranges, ref)
             for plan, ranges, ref in zip(plans, prompt.ranges, lease.refs, strict=True)
@@ -247,7 +257,7 @@ class Generation:
 
     async def _on_tokens(self, index: int, tokens: Tokens) -> list[ChunkChoice]:
         self._unqueue()
-        self._observe(index, len(tokens.token_ids))
+        self.timeline.tokens(index, len(tokens.token_ids), self._streams[index].started_s)
         if tokens.prompt_logprobs:  # the same from every choice
             self.prompt_logprobs[index // self._num_choices] = tokens.prompt_logprobs
         choice = self._choices[index]
@@ -273,17 +283,9 @@ class Generation:
             if index % self._num_choices == 0:
                 self._num_cached_tokens += event.num_cached_tokens
         deltas = choice.finish(reason)
-        self._service.metrics.choice_finished(str(deltas[-1].finish_reason))
+        self.hit_limit = self.hit_limit or reason is FinishReason.LENGTH
+        self._service.metrics.front.choice_finished(str(deltas[-1].finish_reason))
         return deltas
-
-    def _observe(self, index: int, num_tokens: int) -> None:
-        now_s = time.monotonic()
-        if not self._last_token_s:
-            self.first_token_s = round(now_s - self._arrival_s, 4)
-            self._service.metrics.first_token(now_s - self._arrival_s)
-        if index in self._last_token_s:
-            self._service.metrics.next_tokens(now_s - self._last_token_s[index], num_tokens)
-        self._last_token_s[index] = now_s
 
 
 def failure(event: Failed) -> M3Error:

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from server.api.service import Service, ServiceState
-from server.metrics import CONTENT_TYPE
+from server.metrics.registry import CONTENT_TYPE
 
 router = APIRouter()
 metrics_router = APIRouter()

@@ -30,10 +30,12 @@ from server.api.prepare_pool import PreparePool
 from server.api.prepare_protocol import Setup
 from server.api.sampling import Limits
 from server.errors import EngineUnavailableError, OverloadedError, ShuttingDownError
+from server.heartbeat import STEP_BUCKETS_S, STEP_BUCKETS_TOKENS, Pulse
 from server.media.config import MediaConfig
 from server.media.pipeline import MediaPipeline
 from server.messages import Ready
-from server.metrics import EngineSnapshot, Metrics
+from server.metrics.registry import Metrics
+from server.metrics.snapshot import Distribution, EngineView, Snapshot
 from server.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,7 @@ class Service:
         self._grammars = grammars
         self._large_bodies: PreparePool | None = None
         self._owns_process = owns_process
-        self._life = Lifecycle(settings, self.metrics.shut_down, owns_process=owns_process)
+        self._life = Lifecycle(settings, self.metrics.front.shut_down, owns_process=owns_process)
         self._admin_port: int | None = None
         self._num_queued_tokens = 0
         self._ready: Ready | None = None
@@ -293,12 +295,30 @@ class Service:
         command = f"curl {url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'"
         print(f"\nReady. Try it:\n{command}\n", file=sys.stderr, flush=True)
 
-    def _snapshot(self) -> EngineSnapshot:
-        stats = None if self._engine is None else self._engine.stats
-        return EngineSnapshot(
-            is_up=self._engine is not None and self.is_ready,
-            num_open=0 if self._engine is None else self._engine.num_open,
+    def _snapshot(self) -> Snapshot:
+        engine, ready = self._engine, self._ready
+        stats = None if engine is None else engine.stats
+        return Snapshot(
+            state=self.state.value,
+            states=tuple(ServiceState),
+            num_requests=len(self._life.requests),
+            num_sequences=0 if engine is None else engine.num_open,
             num_queued_tokens=self._num_queued_tokens,
-            page_size=None if self._ready is None else self._ready.page_size,
+            page_size=None if ready is None else ready.page_size,
+            lane_page_bytes={} if ready is None else ready.lane_page_bytes,
             stats={} if stats is None else msgspec.structs.asdict(stats),
+            engine=None if engine is None else engine_view(engine.heartbeat.pulse()),
+            media=msgspec.structs.asdict(self.media.stats()),
         )
+
+
+def engine_view(pulse: Pulse) -> EngineView:
+    """What the metrics show of a heartbeat."""
+    return EngineView(
+        age_s=pulse.age_s,
+        idle_seconds=pulse.idle_seconds,
+        num_bytes_to_load=pulse.num_bytes_to_load,
+        num_loaded_bytes=pulse.num_loaded_bytes,
+        step_seconds=Distribution(STEP_BUCKETS_S, pulse.steps_by_time, pulse.step_seconds),
+        step_tokens=Distribution(STEP_BUCKETS_TOKENS, pulse.steps_by_tokens, pulse.num_step_tokens),
+    )

@@ -153,6 +153,11 @@ class WorkerPool:
         return tuple(worker.pid for worker in self._workers.values())
 
     @property
+    def num_ready(self) -> int:
+        """Workers that are ready."""
+        return len(self._workers)
+
+    @property
     def num_queued(self) -> int:
         """Jobs that no worker has taken."""
         return self._queue.qsize()

@@ -88,7 +88,7 @@ class MediaTotals:
             decode_cpu_seconds_total=pool.totals.cpu_s if pool else 0.0,
             worker_deaths_total=pool.totals.num_deaths if pool else 0,
             worker_starts_total=pool.totals.num_started if pool else 0,
-            num_workers=len(pool.pids) if pool else 0,
+            num_workers=pool.num_ready if pool else 0,
             num_queued=pool.num_queued if pool else 0,
             num_waiting=slab.num_waiting if slab else 0,
             slab_bytes=slab.capacity_bytes if slab else 0,

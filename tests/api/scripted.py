@@ -18,6 +18,7 @@ from server.errors import BadRequestError, EngineUnavailableError, MediaError, O
 from server.grammars import GrammarError, GrammarTokenizer
 from server.heartbeat import Heartbeat
 from server.media.geometry import Size
+from server.media.stats import MediaTotals
 from server.media.types import MediaPlan
 from server.messages import (
     Failed,
@@ -101,7 +102,8 @@ class ScriptedEngine:
 
     def __init__(self, *scripts, ready=True, num_pages=100, max_model_len=4096, vocab_size=None, max_open=64):
         self.scripts = list(scripts)
-        self.limits = Ready(num_pages, 128, max_model_len, vocab_size or tiny_format().vocab_size)
+        lanes = {"dense": 10, "index": 20, "sparse": 30}
+        self.limits = Ready(num_pages, 128, max_model_len, vocab_size or tiny_format().vocab_size, lanes)
         self.max_open = max_open
         self.submitted = []
         self.aborted = []
@@ -204,6 +206,7 @@ class ScriptedMedia:
 
     def __init__(self, *, hang=False):
         self.num_leases = 0
+        self.totals = MediaTotals()
         self.planned = []
         self.loading = threading.Event()
         self.load_ended = threading.Event()
@@ -214,6 +217,9 @@ class ScriptedMedia:
 
     async def close(self):
         pass
+
+    def stats(self):
+        return self.totals.snapshot(None, None, None)
 
     async def plan(self, sources):
         self.planned += sources
@@ -230,6 +236,8 @@ class ScriptedMedia:
         finally:
             self.load_ended.set()
         self.num_leases += 1
+        for plan in plans:
+            self.totals.loaded(plan)
         return ScriptedLease(self, len(plans))
 
 

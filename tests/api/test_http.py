@@ -1,5 +1,4 @@
 import asyncio
-import base64
 import json
 import re
 import threading
@@ -161,59 +160,6 @@ def test_a_bug_outside_the_chat_route_has_the_error_shape_too():
 
     response = asyncio.run(run())
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
-
-
-def test_metrics_show_the_engine_and_the_requests():
-    async def scenario(client):
-        await client.post(CHAT, json=chat())
-        await client.post(CHAT, json=chat(n=0))
-        return await client.get("/metrics")
-
-    response = ask(scenario, served_model_name="m3")
-    assert response.headers["content-type"].startswith("text/plain")
-    lines = response.text.splitlines()
-    for expected in (
-        "m3_engine_up 1.0",
-        "m3_sequences_open 0.0",
-        "m3_sequences_running 1.0",
-        "m3_sequences_waiting 2.0",
-        "m3_cache_pages 100.0",
-        "m3_cache_free_pages 70.0",
-        "m3_preemptions_total 8.0",
-        "m3_prefix_hit_tokens_total 3.0",
-        'm3_requests_total{status="200"} 1.0',
-        'm3_requests_total{status="400"} 1.0',
-        'm3_choices_total{finish_reason="stop"} 1.0',
-        "m3_time_to_first_token_seconds_count 1.0",
-        "m3_request_seconds_count 2.0",
-        'vllm:num_requests_running{model_name="m3"} 1.0',
-        'vllm:num_requests_waiting{model_name="m3"} 2.0',
-        'vllm:cache_config_info{block_size="128",model_name="m3",num_gpu_blocks="100"} 1.0',
-    ):
-        assert expected in lines
-    (usage,) = [line for line in lines if line.startswith("vllm:kv_cache_usage_perc{")]
-    assert float(usage.split()[-1]) == pytest.approx(0.2)
-
-
-def test_metrics_count_pictures():
-    def body(data):
-        url = "data:image/png;base64," + base64.b64encode(data).decode()
-        return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}] * 2}]}
-
-    async def scenario(client):
-        for data in (b"good", b"bad"):
-            await client.post(CHAT, json=body(data))
-        return await client.get("/metrics")
-
-    lines = ask(scenario).text.splitlines()
-    assert "m3_media_items_total 2.0" in lines
-    assert "m3_media_errors_total 1.0" in lines
-
-
-def test_every_family_is_described_once():
-    text = ask(lambda client: client.get("/metrics")).text
-    described = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP")]
-    assert len(described) == len(set(described))
 
 
 def test_the_openapi_document_describes_the_chat_body():

@@ -5,8 +5,11 @@ import re
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
-from server.metrics import COUNTERS, GAUGES, EngineSnapshot, Metrics
+from server.metrics.collector import ENGINE_COUNTERS, ENGINE_GAUGES, MEDIA_COUNTERS, MEDIA_GAUGES
+from server.metrics.registry import Metrics
+from server.metrics.snapshot import Distribution, EngineView, Snapshot
 from tests.deploy.tools import CHART, DASHBOARDS, DEPLOY, RULES, VALUES, name_of, of_kind, one, render, run
 
 RULE_TESTS = DEPLOY / "prometheus" / "rules_test" / "m3.yaml"
@@ -40,16 +43,23 @@ SELECTOR = re.compile(r"([A-Za-z_][A-Za-z0-9_:]*)\{([^}]*)\}")
 @pytest.fixture(scope="module")
 def families():
     """What `/metrics` shows once a bit of everything has happened: names of series with their labels."""
-    statistics = {statistic: 1.0 for _, statistic, _ in (*GAUGES, *COUNTERS)}
-    metrics = Metrics("tiny", lambda: EngineSnapshot(is_up=True, num_open=1, page_size=128, stats=statistics))
-    metrics.request_ended(200, 1.0)
-    metrics.choice_finished("stop")
-    metrics.first_token(0.1)
-    metrics.next_tokens(0.1, 2)
-    metrics.media_loaded(1)
-    metrics.media_refused()
+    steps = Distribution((1.0,), (1, 0), 0.5)
+    snapshot = Snapshot(
+        state="ready",
+        states=("loading", "ready"),
+        num_requests=1,
+        num_sequences=1,
+        page_size=128,
+        lane_page_bytes={"dense": 1},
+        stats={statistic: 1.0 for _, statistic, _ in (*ENGINE_GAUGES, *ENGINE_COUNTERS)},
+        engine=EngineView(0.0, 1.0, 1, 1, steps, steps),
+        media={name: 1.0 for _, name, _ in (*MEDIA_GAUGES, *MEDIA_COUNTERS)} | {"pictures_total": 1.0, "clips_total": 1.0},
+    )
+    metrics = Metrics("tiny", lambda: snapshot)
+    metrics.front.request_ended(200)
+    metrics.front.choice_finished("stop")
     shown = {}
-    for family in metrics.registry.collect():
+    for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             shown.setdefault(sample.name, set()).update(sample.labels)
     return shown
