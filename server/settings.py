@@ -140,6 +140,9 @@ class Settings(BaseSettings):
     max_video_frames: PositiveInt = Field(2400, description="frames that are taken from one clip")
     max_video_pixels: PositiveInt = Field(301_056_000, description="pixels of all frames taken from one clip, after the resize")
     max_media_bytes: PositiveInt = Field(512 << 20, description="encoded size of all media of a request")
+    max_fetched_bytes: PositiveInt = Field(
+        1 << 30, description="encoded size of all media that were fetched and are not decoded yet; beyond it 429"
+    )
     video_fps: Annotated[float, Field(ge=0.2, le=5)] = Field(1.0, description="frames per second when a request does not say")
     video_keep_last: bool = Field(False, description="always take a clip's last frame, too")
     max_body_bytes: PositiveInt = Field(64 << 20, description="size of an HTTP request body")

@@ -60,6 +60,7 @@ async def expanded_ids(service: Service, shown: Prompts) -> list[int]:
     if not shown.sources:
         return shown.prompt.token_ids
     plans = await service.media.plan(shown.sources)
+    service.media.forget(plans)  # nothing is decoded
     layouts = [MediaLayout(plan.kind, plan.grid_thw, plan.timestamps_s) for plan in plans]
     expanded = await service.in_thread(service.chat_format.expand_media, shown.prompt, layouts)
     return expanded.token_ids

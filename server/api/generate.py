@@ -29,6 +29,7 @@ from server.errors import (
     ShuttingDownError,
 )
 from server.media.pipeline import MediaLease
+from server.media.types import MediaPlan
 from server.messages import (
     Failed,
     FailureKind,
@@ -188,6 +189,7 @@ class Generation:
         if not prepared.sources:
             return (), prepared.prompt.token_ids
         service = self._service
+        plans: tuple[MediaPlan, ...] = ()
         try:
             plans = await service.media.plan(prepared.sources)
             layouts = [MediaLayout(plan.kind, plan.grid_thw, plan.timestamps_s) for plan in plans]
@@ -199,6 +201,8 @@ class Generation:
         except MediaError:
             service.metrics.front.media_refused()
             raise
+        finally:
+            service.media.forget(plans)
         self._lease = SharedLease(lease)
         items = tuple(
             MediaItem(plan.kind, plan.content_hash, plan.grid_thw, ranges, ref)

@@ -59,6 +59,7 @@ class MediaConfig:
         max_images, max_videos: items per request.
         max_image_bytes, max_video_bytes: encoded size of one item.
         max_total_bytes: encoded size of a request's items together.
+        max_fetched_bytes: encoded size of what was fetched for all requests and is still needed.
         max_image_pixels: width times height of one picture before the resize.
         clip_limits: of one clip.
         policy: resize rule of items whose request does not choose.
@@ -80,6 +81,7 @@ class MediaConfig:
     max_image_bytes: int = 30 << 20
     max_video_bytes: int = 250 << 20
     max_total_bytes: int = 512 << 20
+    max_fetched_bytes: int = 1 << 30
     max_image_pixels: int = MAX_SOURCE_PIXELS
     clip_limits: ClipLimits = CLIP_LIMITS
     policy: ResizePolicy = ResizePolicy.AREA
@@ -104,6 +106,7 @@ class MediaConfig:
             max_image_bytes=settings.max_image_bytes,
             max_video_bytes=settings.max_video_bytes,
             max_total_bytes=settings.max_media_bytes,
+            max_fetched_bytes=max(settings.max_fetched_bytes, settings.max_media_bytes),
             clip_limits=ClipLimits(
                 MAX_FRAME_PIXELS, settings.max_video_seconds, settings.max_video_frames, settings.max_video_pixels
             ),

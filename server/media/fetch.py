@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import httpx
 
 from server import __version__
-from server.errors import MediaError
+from server.errors import MediaError, OverloadedError
 from server.media.addresses import is_public
 from server.media.config import FetchConfig
 from server.media.local_file import read_local
@@ -44,21 +44,56 @@ class _RefusedError(Exception):
     """The text for the client."""
 
 
-class ByteBudget:
-    """What the downloads of one request may have together; once it is overdrawn, each of them ends at its next bytes."""
+class DownloadedBytes:
+    """What was downloaded for all requests and is still held.
 
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes_left = num_bytes
+    Attributes:
+        num_bytes: of the moment.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Count bytes in; `give_back` counts them out.
+
+        Raises:
+            OverloadedError: there are too many already.
+        """
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise OverloadedError("too many bytes of media are being fetched; retry later")
+        self.num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Those bytes are not held any more."""
+        self.num_bytes -= num_bytes
+
+
+class ByteBudget:
+    """What the downloads of one request may have together; once it is overdrawn, each of them ends at its next bytes.
+
+    Attributes:
+        num_spent: what has arrived.
+    """
+
+    def __init__(self, max_bytes: int, all_requests: DownloadedBytes | None = None) -> None:
+        """Args: all_requests: counts what this budget spends, until it is given back there; None for a request alone."""
+        self.num_spent = 0
+        self._max_bytes = max_bytes
+        self._all_requests = all_requests or DownloadedBytes(max_bytes)
 
     def spend(self, num_bytes: int) -> None:
         """Take what has arrived off the budget.
 
         Raises:
             MediaError: it does not cover that.
+            OverloadedError: all requests together have too much.
         """
-        self._num_bytes_left -= num_bytes
-        if self._num_bytes_left < 0:
+        if self.num_spent + num_bytes > self._max_bytes:
             raise MediaError("The request's media exceed the limit of a request's bytes together.")
+        self._all_requests.take(num_bytes)
+        self.num_spent += num_bytes
 
 
 class Fetcher:
@@ -96,6 +131,7 @@ class Fetcher:
         Raises:
             MediaError: the address is not allowed, cannot be reached, does not answer with a file in time, or the file is too
                 large; `param` is set.
+            OverloadedError: all requests together have downloaded too much.
         """
         start_s = time.monotonic()
         budget = budget or ByteBudget(max_bytes)

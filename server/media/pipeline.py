@@ -5,12 +5,11 @@ Knows nothing about prompts; nothing here parses a byte of a client.
 """
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from server.errors import MediaError
 from server.media.config import MediaConfig
-from server.media.fetch import ByteBudget, Fetcher
+from server.media.fetch import ByteBudget, DownloadedBytes, Fetcher
 from server.media.pool import Job, PoolConfig, WorkerPool
 from server.media.protocol import FillClipTask, FillTask, PlanClipTask, PlanTask, Setup
 from server.media.slab import MediaSlab
@@ -56,6 +55,7 @@ class MediaPipeline:
         self._slab: MediaSlab | None = None
         self._pool: WorkerPool | None = None
         self._fetcher: Fetcher | None = None
+        self._downloaded = DownloadedBytes(config.max_fetched_bytes)
         self._totals = MediaTotals()
 
     @property
@@ -118,22 +118,27 @@ class MediaPipeline:
     async def plan(self, sources: Sequence[MediaSource]) -> tuple[MediaPlan, ...]:
         """Fetch what has an address, and judge a request's items by their headers, in workers.
 
+        What was fetched counts until the plans are given to `forget`.
+
         Raises:
             MediaError: an item cannot be used, or there are too many; `param` is the first faulty item's.
+            OverloadedError: too much was fetched for all requests together.
             EngineUnavailableError: the pipeline is closing.
         """
-        pool, timeout_s = self.pool, self._config.task_timeout_s
         tasks = self._plan_tasks(sources)
-        fetched = await self._fetched(sources)
-        self._check_bytes(fetched)
-        pairs = zip(tasks, fetched, strict=True)
-        jobs = [pool.submit(task, source.data, timeout_s=timeout_s, param=source.param) for task, source in pairs]
+        num_given_bytes = sum(len(source.data) for source in sources)
+        budget = ByteBudget(self._config.max_total_bytes - num_given_bytes, self._downloaded)
         try:
-            outcomes = [await job.outcome() for job in jobs]
-        finally:
-            for job in jobs:
-                job.cancel()
-        return tuple(_plan_of(source, outcome) for source, outcome in zip(fetched, outcomes, strict=True))
+            fetched = await self._fetched(sources, budget)
+            self._check_bytes(fetched)
+            return await self._planned(tasks, fetched)
+        except BaseException:
+            self._downloaded.give_back(budget.num_spent)
+            raise
+
+    def forget(self, plans: Sequence[MediaPlan]) -> None:
+        """The encoded files of a request's items are not needed any more; exactly once for what `plan` returned."""
+        self._downloaded.give_back(sum(len(plan.source.data) for plan in plans if plan.source.url is not None))
 
     async def load(self, plans: Sequence[MediaPlan]) -> MediaLease:
         """Decode a request's items into the slab; waits for room, in order of arrival.
@@ -184,7 +189,18 @@ class MediaPipeline:
             )
         return jobs
 
-    async def _fetched(self, sources: Sequence[MediaSource]) -> list[MediaSource]:
+    async def _planned(self, tasks: Sequence[PlanTask | PlanClipTask], sources: Sequence[MediaSource]) -> tuple[MediaPlan, ...]:
+        timeout_s = self._config.task_timeout_s
+        pairs = zip(tasks, sources, strict=True)
+        jobs = [self.pool.submit(task, source.data, timeout_s=timeout_s, param=source.param) for task, source in pairs]
+        try:
+            outcomes = [await job.outcome() for job in jobs]
+        finally:
+            for job in jobs:
+                job.cancel()
+        return tuple(_plan_of(source, outcome) for source, outcome in zip(sources, outcomes, strict=True))
+
+    async def _fetched(self, sources: Sequence[MediaSource], budget: ByteBudget) -> list[MediaSource]:
         """The sources with their data; the first fault, in their order, is raised once all have ended or were cancelled."""
         fetcher = self._fetcher
         assert fetcher is not None, "the media pipeline is not running"
@@ -194,12 +210,11 @@ class MediaPipeline:
                 return source
             max_bytes = self._max_bytes(source.kind)
             data = await fetcher.fetch(source.url, max_bytes=max_bytes, budget=budget, param=source.param)
-            return dataclasses.replace(source, data=data, url=None)
+            return source.with_data(data)
 
         if all(source.url is None for source in sources):
             return list(sources)
         self._check_bytes([source for source in sources if source.url is None])
-        budget = ByteBudget(self._config.max_total_bytes - sum(len(source.data) for source in sources))
         downloads = [asyncio.create_task(fetched(source)) for source in sources]
         try:
             return [await download for download in downloads]

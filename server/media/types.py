@@ -57,10 +57,10 @@ class MediaSource:
 
     Attributes:
         kind: picture or clip.
-        data: the encoded file; empty when `url` says where it is.
+        data: the encoded file; empty when `url` says where it is, until it was fetched.
         options: of this item.
         param: request field to name in errors.
-        url: http, https or file address to get the file from; None when `data` is the file.
+        url: http, https or file address to get the file from; None when it came with the request.
     """
 
     kind: MediaKind

@@ -207,6 +207,7 @@ class ScriptedMedia:
     def __init__(self, *, hang=False):
         self.num_leases = 0
         self.totals = MediaTotals()
+        self.num_held = 0
         self.planned = []
         self.loading = threading.Event()
         self.load_ended = threading.Event()
@@ -226,7 +227,11 @@ class ScriptedMedia:
         for source in sources:
             if source.data.startswith(b"bad"):
                 raise MediaError("cannot be decoded", param=source.param)
+        self.num_held += len(sources)
         return tuple(MediaPlan(s.kind, s.data[:32].ljust(32), Size(56, 56), (0,), None, s) for s in sources)
+
+    def forget(self, plans):
+        self.num_held -= len(plans)
 
     async def load(self, plans):
         self.loading.set()

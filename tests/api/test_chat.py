@@ -174,21 +174,21 @@ def test_pictures_go_to_the_engine_where_the_prompt_has_them():
         assert span.length == 4
         texts = [tiny_format().token_bytes(i) for i in submit.prompt_token_ids[span.offset - 1 : span.offset + 5]]
         assert texts == [b"]<]start of image[>[", *[b"]<]image[>["] * 4, b"]<]end of image[>["]
-    assert media.num_leases == 0
+    assert media.num_leases == media.num_held == 0
 
 
 @pytest.mark.parametrize("end", [FinishReason.STOP, FailureKind.INTERNAL])
 def test_media_memory_is_given_back_however_the_request_ends(end):
     media = ScriptedMedia()
     post(ScriptedEngine(Say("x", end=end)), chat_with(picture(), n=3), media)
-    assert media.num_leases == 0
+    assert media.num_leases == media.num_held == 0
 
 
 def test_media_memory_is_given_back_when_the_engine_refuses_the_second_choice():
     engine, media = ScriptedEngine(Say("", end=None), max_open=1), ScriptedMedia()
     response = post(engine, chat_with(picture(), n=2), media)
     assert response.status_code == 429
-    assert media.num_leases == 0
+    assert media.num_leases == media.num_held == 0
     assert engine.aborted == [engine.submitted[0].request_id]
 
 

@@ -97,7 +97,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind():
                     connection.recv(rng.choice([1, 65536]))
         wait_until(lambda: server.num_requests == 0, DEADLINE_S)
         assert engine.num_open == 0
-        assert media.num_leases == 0
+        assert media.num_leases == media.num_held == 0
 
 
 def test_a_finished_request_is_not_aborted():

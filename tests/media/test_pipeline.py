@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from server.errors import EngineUnavailableError, MediaError
+from server.errors import EngineUnavailableError, MediaError, OverloadedError
 from server.media import pipeline as pipeline_module
 from server.media.config import FetchConfig, MediaConfig
 from server.media.geometry import IMAGE_AREA
@@ -400,6 +400,33 @@ def test_files_with_an_address_are_fetched_first(spawner, tmp_path):
                     await pipeline.plan(items)
                 assert caught.value.param == "gone"
             assert pipeline.stats().fetches_total >= 4
+
+    run(main())
+
+
+def test_what_was_fetched_for_all_requests_has_a_limit_until_it_is_forgotten(spawner, tmp_path):
+    (tmp_path / "card.png").write_bytes(CARD)
+    (tmp_path / "junk.png").write_bytes(b"junk")
+    here, junk = (MediaSource(MediaKind.IMAGE, url=f"file://{tmp_path}/{name}.png") for name in ("card", "junk"))
+
+    async def main():
+        limits = {"fetch": FetchConfig(local_root=tmp_path), "max_fetched_bytes": 2 * len(CARD) + 3}
+        async with running(spawner, **limits) as pipeline:
+            one = await pipeline.plan([here, source()])
+            two = await pipeline.plan([here])
+            with pytest.raises(OverloadedError):
+                await pipeline.plan([here])
+            with pytest.raises(OverloadedError):
+                await pipeline.plan([source(), junk])
+            (await pipeline.load(await pipeline.plan([source()]))).release()  # what came with a request counts elsewhere
+            pipeline.forget(one)
+            with pytest.raises(MediaError, match="unknown type"):
+                await pipeline.plan([junk])
+            three = await pipeline.plan([here])
+            for plans in (two, three):
+                (await pipeline.load(plans)).release()
+                pipeline.forget(plans)
+            assert pipeline._downloaded.num_bytes == 0
 
     run(main())
 
