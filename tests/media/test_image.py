@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 
 from server.errors import MediaError
 from server.media.geometry import IMAGE_AREA, IMAGE_LONG_SIDE, Size, grid_of, long_side_rule, num_tokens
@@ -52,6 +52,18 @@ def gray_halves(left, right, dtype):
     levels[:, 48:] = right
     return levels
 
+
+def srgb_with_red_and_blue_swapped():
+    """Whoever applies this colour profile sees red as blue."""
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    return profile.replace(b"rXYZ", b"xxxx", 1).replace(b"bXYZ", b"rXYZ", 1).replace(b"xxxx", b"bXYZ", 1)
+
+
+PROFILES = {
+    "swapped": srgb_with_red_and_blue_swapped(),
+    "lab": ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes(),
+    "junk": b"not a profile",
+}
 
 # orientation -> colours of the upright picture at the upper left, upper right, lower left, lower right
 UPRIGHT = {
@@ -126,8 +138,10 @@ class TestFormats:
         assert sniff(data) == "JPEG"
         assert_colours(data, RED, BLUE, within=8)
 
-    def test_colour_profile_is_no_obstacle(self):
-        data = encode(halves(), "JPEG", quality=95, icc_profile=b"not a profile")
+    @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "AVIF", "TIFF"])
+    @pytest.mark.parametrize("profile", ["swapped", "lab", "junk"])
+    def test_colours_are_those_that_are_stored_whatever_the_profile(self, kind, profile):
+        data = encode(halves(), kind, icc_profile=PROFILES[profile])
         assert_colours(data, RED, BLUE, within=8)
 
 
