@@ -15,6 +15,7 @@ from torch import Tensor
 from server.kernels.attention_batch import AttentionBatch
 from server.kernels.launch import hint_read, pdl_options, wait_for_inputs
 
+MAX_PROGRAMS = 1 << 14
 MIN_DOT = 16  # smallest side of a tensor-core product; fewer index heads are padded with zeros
 
 
@@ -29,12 +30,17 @@ class ScoreConfig:
 
 
 def score_config(num_sequences: int, max_blocks: int) -> ScoreConfig:
-    """A page per program while all are resident at once; then two programs per multiprocessor, until they get too long."""
+    """A page per program while all are resident at once; then two programs per multiprocessor, until they get too long.
+
+    The bound may be far above the sequences' lengths, as a captured graph keeps it. A program without pages takes about 3 ns,
+    so there are at most MAX_PROGRAMS, if that leaves every sequence one.
+    """
     num_pages = num_sequences * max_blocks
     if num_pages <= 256:
         return ScoreConfig(num_splits=max_blocks, num_stages=1, num_warps=4, hint=True)
     pages_each = min(16 if num_pages <= 32768 else 8, -(-num_pages // 264))
-    return ScoreConfig(num_splits=-(-max_blocks // pages_each), num_stages=5, num_warps=4)
+    num_splits = min(-(-max_blocks // pages_each), max(1, MAX_PROGRAMS // num_sequences))
+    return ScoreConfig(num_splits=num_splits, num_stages=5, num_warps=4)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from server.model.batch_builder import BatchBuilder, host_buffer
 from server.scheduler.plan import Chunk
 
 FIRST_CONTEXT = 8192
-CONTEXT_FACTOR = 8  # grids are at most so much larger than the longest sequence needs
+CONTEXT_FACTOR = 4  # grids are at most so much larger than the longest sequence needs
 
 Replay = Callable[[], None]
 Recorder = Callable[[Callable[[], None]], Replay]

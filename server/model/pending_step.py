@@ -35,7 +35,7 @@ class PendingStep:
         self._outcome: SampleResult | Exception = ((), ())
         self._end: torch.cuda.Event | None = None
         if sample is None and device.type == "cuda":
-            self._end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._end.record()
 
     def settle(self) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from server.kernels.block_topk_decode import block_topk_decode
-from server.kernels.index_score_decode import ScoreConfig, index_score_decode
+from server.kernels.index_score_decode import MAX_PROGRAMS, ScoreConfig, index_score_decode, score_config
 from server.kernels.msa_select_decode import msa_select_decode
 from server.kernels.topk_keys import TopkConfig
 from tests.kernels.prefill_reference import reference_scores, reference_topk
@@ -43,6 +43,16 @@ def test_scores_equal_the_float64_reference(config):
     out = poisoned_scores(batch)
     index_score_decode(index_q, lane, batch, out, config)
     torch.testing.assert_close(out.double(), reference_scores(index_q, keys, batch), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8, 64, 128, 5000])
+@pytest.mark.parametrize("max_blocks", [1, 64, 1024, 8192])
+def test_the_grid_is_bounded_and_no_larger_than_the_blocks(num_sequences, max_blocks):
+    num_splits = score_config(num_sequences, max_blocks).num_splits
+    assert 1 <= num_splits <= max_blocks
+    assert num_splits * num_sequences <= max(MAX_PROGRAMS, num_sequences)
+    if num_sequences * max_blocks <= 1 << 17:  # below the bound, a program has at most 16 pages
+        assert num_splits * 16 >= max_blocks
 
 
 def test_half_precision_scores_are_rounded_only_once():

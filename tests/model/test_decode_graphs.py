@@ -40,7 +40,7 @@ def test_the_ladder_of_batch_sizes_leaves_few_rows_idle(max_num_seqs):
 
 
 def test_the_ladder_of_lengths_ends_with_the_window():
-    assert context_ladder(1 << 20) == [8192, 65536, 524288, 1048576]
+    assert context_ladder(1 << 20) == [8192, 32768, 131072, 524288, 1048576]
     assert context_ladder(8192) == [8192]
     assert context_ladder(100) == [100]
 
