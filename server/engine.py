@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 
+import msgspec
+
 from server.engine_grammars import GrammarQueue
 from server.engine_launch import EngineLaunch
 from server.engine_setup import EngineParts, StartError, build
@@ -22,6 +24,7 @@ from server.heartbeat import STACKS_SIGNAL, Heartbeat
 from server.load_progress import LoadProgress
 from server.media.slab import SlabReader
 from server.messages import Abort, Failed, FailureKind, RequestEvent, Shutdown, SlabRef, Started, StartFailed, Submit
+from server.model.feature_cache import FeatureCache
 from server.model.grammar import GrammarCompiler
 from server.model.media_features import MediaFeaturesError, PixelReader, Pixels
 from server.scheduler.scheduler import Scheduler
@@ -48,6 +51,7 @@ class Engine:
         vocab_size: int,
         grammars: GrammarCompiler | None = None,
         heartbeat: Heartbeat | None = None,
+        features: FeatureCache | None = None,
         overlap_steps: bool = False,
     ) -> None:
         """Take over the parts.
@@ -59,6 +63,7 @@ class Engine:
             vocab_size: number of rows of the model's embedding; no token id may reach it.
             grammars: the runner's; without it, requests with a grammar are refused.
             heartbeat: where steps are noted for the front.
+            features: the runner's, to count its hits.
             overlap_steps: plan and launch a step while the one before it runs.
         """
         self._grammars = GrammarQueue(grammars)
@@ -67,6 +72,7 @@ class Engine:
         self._scheduler = scheduler
         self._heartbeat = heartbeat or Heartbeat()
         self._steps = StepPipeline(scheduler, runner, channel.send, self._heartbeat, overlap=overlap_steps)
+        self._features = features
         self._next_stats_s = time.monotonic()
 
     def run(self) -> None:
@@ -129,7 +135,11 @@ class Engine:
         now_s = time.monotonic()
         if now_s >= self._next_stats_s:
             self._next_stats_s = now_s + period_s
-            self._channel.send([self._scheduler.stats()])
+            stats = self._scheduler.stats()
+            if self._features is not None:
+                num_hits, num_misses = self._features.num_hits, self._features.num_misses
+                stats = msgspec.structs.replace(stats, feature_queries_total=num_hits + num_misses, feature_hits_total=num_hits)
+            self._channel.send([stats])
 
 
 def open_pixels(slab_name: str | None) -> PixelReader:
@@ -192,7 +202,14 @@ def main() -> int:
         if parts is None:
             return 1
         engine = Engine(
-            channel, parts.scheduler, parts.runner, parts.ready.vocab_size, parts.grammars, heartbeat, parts.overlap_steps
+            channel,
+            parts.scheduler,
+            parts.runner,
+            parts.ready.vocab_size,
+            parts.grammars,
+            heartbeat,
+            parts.runner.feature_cache,
+            parts.overlap_steps,
         )
         engine.run()
     except Exception:

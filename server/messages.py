@@ -304,6 +304,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     preemptions_total: int
     prefix_query_tokens_total: int
     prefix_hit_tokens_total: int
+    feature_queries_total: int = 0
+    feature_hits_total: int = 0
 
 
 TerminalEvent = Finished | Failed

@@ -22,6 +22,7 @@ from server.api.chat_format import ChatFormat
 from server.api.checkpoint import CheckpointError
 from server.api.content import KindLimit, MediaLimits
 from server.api.engine_client import EngineClient, EngineState
+from server.api.engine_view import engine_view
 from server.api.grammar_checker import GrammarChecker
 from server.api.lifecycle import Lifecycle
 from server.api.open_requests import Place
@@ -30,12 +31,11 @@ from server.api.prepare_pool import PreparePool
 from server.api.prepare_protocol import Setup
 from server.api.sampling import Limits
 from server.errors import EngineUnavailableError, OverloadedError, ShuttingDownError
-from server.heartbeat import STEP_BUCKETS_S, STEP_BUCKETS_TOKENS, Pulse
 from server.media.config import MediaConfig
 from server.media.pipeline import MediaPipeline
 from server.messages import Ready
 from server.metrics.registry import Metrics
-from server.metrics.snapshot import Distribution, EngineView, Snapshot
+from server.metrics.snapshot import Snapshot
 from server.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -310,15 +310,3 @@ class Service:
             engine=None if engine is None else engine_view(engine.heartbeat.pulse()),
             media=msgspec.structs.asdict(self.media.stats()),
         )
-
-
-def engine_view(pulse: Pulse) -> EngineView:
-    """What the metrics show of a heartbeat."""
-    return EngineView(
-        age_s=pulse.age_s,
-        idle_seconds=pulse.idle_seconds,
-        num_bytes_to_load=pulse.num_bytes_to_load,
-        num_loaded_bytes=pulse.num_loaded_bytes,
-        step_seconds=Distribution(STEP_BUCKETS_S, pulse.steps_by_time, pulse.step_seconds),
-        step_tokens=Distribution(STEP_BUCKETS_TOKENS, pulse.steps_by_tokens, pulse.num_step_tokens),
-    )

@@ -18,6 +18,8 @@ FAMILIES: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
     ("generation_tokens", "m3_generation_tokens", {}),
     ("prefix_cache_queries", "m3_prefix_query_tokens", {}),
     ("prefix_cache_hits", "m3_prefix_hit_tokens", {}),
+    ("mm_cache_queries", "m3_media_feature_queries", {}),
+    ("mm_cache_hits", "m3_media_feature_hits", {}),
     ("request_success", "m3_requests_ended", {}),
     ("time_to_first_token_seconds", "m3_time_to_first_token_seconds", {}),
     ("inter_token_latency_seconds", "m3_inter_token_seconds", {}),

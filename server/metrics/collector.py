@@ -29,6 +29,12 @@ ENGINE_COUNTERS: Final = (
     ("m3_preemptions", "preemptions_total", "Sequences that gave their pages up and were computed again."),
     ("m3_prefix_query_tokens", "prefix_query_tokens_total", "Prompt tokens looked up in the prefix cache."),
     ("m3_prefix_hit_tokens", "prefix_hit_tokens_total", "Prompt tokens found there."),
+    (
+        "m3_media_feature_queries",
+        "feature_queries_total",
+        "Pictures and parts of clips looked up among those that are encoded already.",
+    ),
+    ("m3_media_feature_hits", "feature_hits_total", "Pictures and parts of clips found there."),
 )
 MEDIA_GAUGES: Final = (
     ("m3_media_workers", "num_workers", "Decoder processes that are ready."),

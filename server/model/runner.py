@@ -17,6 +17,7 @@ from server.kernels.attention_batch import AttentionBatch
 from server.kvcache.pools import CachePools
 from server.model.batch_builder import BatchBuilder
 from server.model.decode_graphs import DecodeGraphs, Recorder
+from server.model.feature_cache import FeatureCache
 from server.model.grammar import GrammarCompiler
 from server.model.media_features import FeatureRows, MediaEncoder, MediaFeatures, PixelReader
 from server.model.pending_step import PendingStep
@@ -96,6 +97,11 @@ class ModelRunner:
         self._max_model_len = max_model_len
         self._latest: PendingStep | None = None
         self._graphs: DecodeGraphs | None = None
+
+    @property
+    def feature_cache(self) -> FeatureCache:
+        """Encoded media that later requests may show again."""
+        return self._media.cache
 
     @torch.inference_mode()
     def capture_graphs(self, record: Recorder) -> int:

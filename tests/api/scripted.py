@@ -111,7 +111,7 @@ class ScriptedEngine:
         self.emitted = threading.Event()
         self.state = EngineState.STARTING
         self.ready = None
-        self.stats = Stats(1, 2, num_pages, num_pages - 30, 10, 5, 6, 7, 8, 9, 3)
+        self.stats = Stats(1, 2, num_pages, num_pages - 30, 10, 5, 6, 7, 8, 9, 3, 12, 11)
         self.heartbeat = Heartbeat()
         self.died = asyncio.Event()
         self._starts_ready = ready

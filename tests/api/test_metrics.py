@@ -209,6 +209,8 @@ def test_aliases_say_what_ours_say():
     assert page.vllm("num_preemptions_total") == page("m3_preemptions_total")
     assert page.vllm("generation_tokens_total") == page("m3_generation_tokens_total")
     assert page.vllm("prefix_cache_hits_total") == page("m3_prefix_hit_tokens_total") == 3
+    assert page.vllm("mm_cache_queries_total") == page("m3_media_feature_queries_total") == 12
+    assert page.vllm("mm_cache_hits_total") == page("m3_media_feature_hits_total") == 11
     assert page.vllm("kv_cache_usage_perc") == pytest.approx(0.2)
     assert page.vllm("cache_config_info", block_size="128", num_gpu_blocks="100") == 1
     by_source = [page.vllm("prompt_tokens_by_source_total", source=source) for source in ("local_compute", "local_cache_hit")]

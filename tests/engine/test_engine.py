@@ -21,6 +21,7 @@ from server.messages import (
     TokenLogprobs,
     Tokens,
 )
+from server.model.feature_cache import FeatureCache, FeatureKey
 from server.scheduler.config import SchedulerConfig
 from server.scheduler.scheduler import Scheduler
 from server.transport import MAX_MESSAGE_BYTES
@@ -70,9 +71,9 @@ def runner():
 def engine_on(runner, request):
     """Builds an engine on a scripted channel."""
 
-    def build(channel, runner=runner, heartbeat=None):
+    def build(channel, runner=runner, **options):
         scheduler = Scheduler(SchedulerConfig(4, 16, 100, 4, 32))
-        return Engine(channel, scheduler, runner, VOCAB, heartbeat=heartbeat, overlap_steps=request.param)
+        return Engine(channel, scheduler, runner, VOCAB, **options, overlap_steps=request.param)
 
     return build
 
@@ -237,3 +238,15 @@ def test_a_sequence_that_leaves_the_queue_is_announced_before_its_step(engine_on
     engine_on(channel).run()
     assert seen[0] == ["a", "b", "c", "d"], "the engine has four slots"
     assert [event.request_id for event in channel.started] == list("abcde")
+
+
+def test_statistics_show_the_lookups_of_encoded_media(engine_on):
+    features = FeatureCache(1 << 10)
+    key = FeatureKey(b"picture", 0)
+    assert features.get(key) is None
+    features.put(key, torch.zeros(1))
+    for _ in range(3):
+        features.get(key)
+    channel = ScriptedChannel([request("r", 1)])
+    engine_on(channel, features=features).run()
+    assert (channel.stats[0].feature_queries_total, channel.stats[0].feature_hits_total) == (4, 3)
