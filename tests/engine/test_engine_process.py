@@ -42,12 +42,12 @@ def settings_for(checkpoint, **values):
     return load_settings({"model": checkpoint, "device": "cpu", "max_num_batched_tokens": 64, **values}, environ={})
 
 
-def with_engine(scenario, checkpoint, slab_name=None):
+def with_engine(scenario, checkpoint, slab_name=None, **settings):
     """Run `scenario(client)` against a ready engine; close it whatever happens."""
 
     async def bounded():
         async with asyncio.timeout(TIMEOUT_S):
-            client = EngineClient(settings_for(checkpoint), slab_name)
+            client = EngineClient(settings_for(checkpoint, **settings), slab_name)
             await client.start()
             try:
                 await client.wait_ready()
@@ -66,7 +66,8 @@ def tokens_of(events):
     return [i for event in events if isinstance(event, Tokens) for i in event.token_ids]
 
 
-def test_a_real_engine_serves_aborts_and_ignores_ctrl_c(checkpoint, model):
+@pytest.mark.parametrize("overlap_steps", [False, True])
+def test_a_real_engine_serves_aborts_and_ignores_ctrl_c(checkpoint, model, overlap_steps):
     expected = Server(model).serve(REQUESTS)
 
     async def scenario(client):
@@ -94,7 +95,7 @@ def test_a_real_engine_serves_aborts_and_ignores_ctrl_c(checkpoint, model):
             await asyncio.sleep(0.01)
         assert client.stats.num_free_pages + client.stats.num_cached_pages == client.stats.num_pages
 
-    with_engine(scenario, checkpoint)
+    with_engine(scenario, checkpoint, overlap_steps=overlap_steps)
 
 
 def test_a_real_engine_follows_grammars_and_refuses_bad_ones():
