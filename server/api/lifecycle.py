@@ -96,7 +96,8 @@ class Lifecycle:
     async def _drain(self) -> None:
         assert self._process is not None, "signals come from a process of its own"
         timeout_s = self._settings.drain_timeout_s
-        logger.info("shutting down: %d requests may go on for up to %g s", len(self.requests), timeout_s)
+        num_open = len(self.requests)
+        logger.info("shutting down: %d requests may go on for up to %g s; a second signal ends them", num_open, timeout_s)
         num_cut = await drain(self.requests, self._end_open, timeout_s)
         self._on_cut(num_cut)
         if num_cut:
