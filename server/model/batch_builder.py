@@ -8,6 +8,7 @@ copy. It knows neither the model nor sampling.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,7 +55,8 @@ class BatchBuilder:
 
     def admit(self, sequence: NewSequence) -> None:
         """Take the slot; its page table starts empty."""
-        self._token_ids[sequence.slot] = torch.tensor(sequence.token_ids, dtype=torch.int64)
+        # Through NumPy, which takes a list of a million numbers several times as fast as torch.
+        self._token_ids[sequence.slot] = torch.from_numpy(np.array(sequence.token_ids, dtype=np.int64))
         self._num_given[sequence.slot] = len(sequence.token_ids)
         self._num_pages[sequence.slot] = 0
 
