@@ -17,10 +17,10 @@ NUM_SEQS, WINDOW = 11, 1 << 17
 LENGTHS = (2600, 1, 130, 2049, 128, 700, 17, 3000, 5, 255, 1300)
 
 
-@pytest.fixture(scope="module")
-def graphs(tmp_path_factory):
+@pytest.fixture(scope="module", params=["bf16", "mxfp8"])
+def graphs(tmp_path_factory, request):
     """Graphs for 11 sequences of random keys and values, with their builder; free pages hold NaN."""
-    model = load(make_checkpoints(tmp_path_factory.mktemp("checkpoints"))["bf16"], "cuda", torch.bfloat16)
+    model = load(make_checkpoints(tmp_path_factory.mktemp("checkpoints"))[request.param], "cuda", torch.bfloat16)
     spec = cache_spec(model.config, model.dtype)
     num_pages = sum(-(-length // spec.page_size) for length in LENGTHS)
     pools = CachePools(spec, num_pages + 3, model.device)

@@ -1,8 +1,9 @@
 """Mixed steps on a Hopper GPU: all loops give the same tokens, and those are what our twins in float32 say.
 
-In float32 the tokens are the same. In bf16, sums over a padded batch or a differently cut context round differently, and a
-choice between near equals (blocks, experts, at last tokens) falls the other way now and then; so a few sequences may part.
-`test_graphs_gpu` shows that replays add nothing to that.
+The overlapped loop runs the same steps as the plain one, so its tokens are the same. Graphs give the same tokens in float32. In
+bf16, sums over a padded batch or a differently cut context round differently, and a choice between near equals (blocks,
+experts, at last tokens) falls the other way now and then; so a few sequences may part. `test_graphs_gpu` shows that replays
+add nothing to that.
 """
 
 import os
@@ -14,7 +15,7 @@ from tests.model.mixed_steps import DTYPES, LOOPS, load, make_checkpoints, make_
 
 pytestmark = pytest.mark.gpu
 
-MAX_PARTINGS = {"float32": 0, "bf16": 4, "mxfp8": 4}  # of 16 sequences
+MAX_PARTINGS = {"float32": 0, "bf16": 4, "mxfp8": 4}  # of 16 sequences, between graphs and the plain loop
 DECISIVE_GAP = {"float32": 1e-3, "bf16": 0.3, "mxfp8": 0.3}
 MIN_RIGHT = {"float32": 1.0, "bf16": 0.97, "mxfp8": 0.97}
 
@@ -62,7 +63,7 @@ def test_every_loop_gives_the_plain_loops_tokens(served, dtype, loop):
     print(
         f"{dtype} {loop}: {len(partings)} of {len(plain.tokens)} sequences part, at gaps up to {max(partings, default=0):.3f}"
     )
-    assert len(partings) <= MAX_PARTINGS[dtype]
+    assert len(partings) <= (MAX_PARTINGS[dtype] if loop == "graphs" else 0)
 
 
 def test_the_tokens_are_the_references(served, checkpoints, dtype, all_cores):
