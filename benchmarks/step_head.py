@@ -9,7 +9,8 @@ from benchmarks.step_parts import Bench, time_decode, time_sampling
 from benchmarks.step_report import StepRow
 from benchmarks.timing import limit_us
 from server.messages import SamplingParams
-from server.model.sampler import PendingSample, Sampler
+from server.model.pending_sample import PendingSample
+from server.model.sampler import Sampler
 from server.model.sampling_slot import SamplingRow
 from server.scheduler.plan import NewSequence
 

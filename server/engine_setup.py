@@ -231,8 +231,14 @@ def choose_feature_cache_bytes(settings: Settings, device: torch.device) -> int:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """One short sequence on the first page, past the scheduler: a model that cannot run fails the start, not a request."""
-    sequence = NewSequence(0, "warm-up", [0, 0], 2, SamplingParams(max_tokens=2), ())
-    runner.execute(StepPlan(0, (), (sequence,), (Chunk(0, 0, 2, (0,), samples=True),)))
-    runner.execute(StepPlan(1, (), (), (Chunk(0, 2, 1, (), samples=True),)))
-    runner.execute(StepPlan(2, (0,), (), ()))
+    """Two short sequences on the first page, past the scheduler: a model that cannot run fails the start, not a request.
+
+    They sample in different ways, so that no request waits until a kernel is compiled.
+    """
+    filtered = SamplingParams(max_tokens=2, top_k=2, top_p=0.9)
+    adjusted = SamplingParams(max_tokens=2, top_k=2, presence_penalty=1.0, num_logprobs=1)
+    for number, params in enumerate((filtered, adjusted)):
+        sequence = NewSequence(0, "warm-up", [0, 0], 2, params, ())
+        runner.execute(StepPlan(3 * number, (), (sequence,), (Chunk(0, 0, 2, (0,), samples=True),)))
+        runner.execute(StepPlan(3 * number + 1, (), (), (Chunk(0, 2, 1, (), samples=True),)))
+        runner.execute(StepPlan(3 * number + 2, (0,), (), ()))

@@ -1,19 +1,47 @@
-"""Choosing tokens from logits: pure functions of tensors, the same on every device.
+"""Choosing tokens from logits: functions of tensors, the same on every device.
 
 Every row depends on its own logits and parameters only, never on its batch mates: each random row takes one uniform number
-from a counter-based generator (SplitMix64 over seed and position) and inverts its own cumulative distribution. A row that is
-not finite gets some valid id; finding such rows is the caller's business.
+from a counter-based generator (SplitMix64 over seed and position) and inverts its own cumulative distribution. Weights are
+integers of 2^-44 of the best token's, so that sums are exact in any order; a token more than 31 nats below the best one (3e-14
+of its probability) has none. A row that is not finite gets some valid id.
 """
 
+import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from server.kernels.sampling_adjust import Adjustments, adjust_rows_torch
+
+if TYPE_CHECKING:
+    from server.kernels.sampling_triton import SamplingWorkspace
+
 # SplitMix64 (Steele, Lea, Flood 2014): increment and the two multipliers of its finaliser, as signed 64-bit numbers.
-_INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
-_MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
+INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
+MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
+
+UNIT = 1 << 44  # the weight of the best token
+RANGE_NATS = 31
+MAX_VOCAB_SIZE = 1 << 18  # times UNIT still fits 63 bits
+
+
+class RowStatus(enum.IntEnum):
+    """What came of a row."""
+
+    CHOSEN = 0
+    NOT_FINITE = 1
+    NO_CHOICE = 2
+
+
+class SamplingWork(enum.IntEnum):
+    """How much the most demanding row of a batch takes; each includes the ones before."""
+
+    GREEDY = 0
+    PLAIN = 1
+    FILTERED = 2
 
 
 @dataclass(frozen=True)
@@ -37,6 +65,26 @@ class SamplingBatch:
     position: Tensor
 
 
+@dataclass(frozen=True)
+class SamplingTable:
+    """Parameters of N slots, on the logits' device.
+
+    Attributes:
+        floats: [N, 6] fp32: temperature (0 is greedy, otherwise a normal number), top_p, min_p, and the repetition, presence
+            and frequency penalties.
+        ints: [N, 4] int64: top_k, seed, row of the slot's token states and of its mask (-1 for none), see `Adjustments`.
+    """
+
+    floats: Tensor
+    ints: Tensor
+
+    @classmethod
+    def allocate(cls, num_slots: int, device: torch.device) -> "SamplingTable":
+        """Slots with undefined parameters."""
+        floats = torch.empty((num_slots, 6), dtype=torch.float32, device=device)
+        return cls(floats, torch.empty((num_slots, 4), dtype=torch.int64, device=device))
+
+
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift of int64; torch's own keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
@@ -44,9 +92,9 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 def _mix(x: Tensor) -> Tensor:
     """SplitMix64's step: [S] int64 to [S] int64."""
-    x = x + _INCREMENT
-    x = (x ^ _shift_right(x, 30)) * _MULTIPLIER_1
-    x = (x ^ _shift_right(x, 27)) * _MULTIPLIER_2
+    x = x + INCREMENT
+    x = (x ^ _shift_right(x, 30)) * MULTIPLIER_1
+    x = (x ^ _shift_right(x, 27)) * MULTIPLIER_2
     return x ^ _shift_right(x, 31)
 
 
@@ -57,15 +105,17 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 
 def _invert(cumulative: Tensor, batch: SamplingBatch) -> Tensor:
     """First index whose cumulative weight exceeds u * total, [S]; with u < 1 it always has a weight of its own."""
-    target = uniform(batch.seed, batch.position) * cumulative[:, -1]
+    target = (uniform(batch.seed, batch.position) * cumulative[:, -1].to(torch.float64)).to(torch.int64)
     index = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
     return index.clamp(max=cumulative.shape[1] - 1)
 
 
 def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
-    """exp((logits - max) / temperature), [S, n] fp64; the maximum goes first, so tiny temperatures stay finite."""
-    shifted = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
-    return shifted.to(torch.float64).exp_()
+    """exp((logits - max) / temperature) in units, [S, n] int64; the maximum goes first, so tiny temperatures stay finite."""
+    exponents = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
+    in_range = exponents > -RANGE_NATS  # false for NaN
+    weights = exponents.where(in_range, 0.0).to(torch.float64).exp() * UNIT + 0.5
+    return weights.to(torch.int64) * in_range
 
 
 def sample_plain(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -87,7 +137,7 @@ def sample_filtered(logits: Tensor, batch: SamplingBatch, num_candidates: int) -
     """
     weights = _weights(logits, batch.temperature)
     keep = _in_head(logits, _find_head(logits, batch, num_candidates))
-    keep &= weights >= batch.min_p[:, None] * weights.amax(dim=-1, keepdim=True)
+    keep &= weights >= batch.min_p[:, None].to(torch.float64) * UNIT
     return _invert((weights * keep).cumsum(dim=-1), batch)
 
 
@@ -106,8 +156,9 @@ def _find_head(logits: Tensor, batch: SamplingBatch, num_candidates: int) -> _He
     in_top_k = (rank < batch.top_k[:, None]) | (batch.top_k[:, None] == 0)
     weights = _weights(ordered, batch.temperature) * in_top_k
     cumulative = weights.cumsum(dim=-1)
-    mass_before = cumulative - weights
-    in_top_p = (mass_before < batch.top_p[:, None] * cumulative[:, -1:]) | (batch.top_p[:, None] >= 1)
+    mass = batch.top_p.to(torch.float64) * cumulative[:, -1].to(torch.float64)
+    limit = mass.ceil().to(torch.int64).clamp(min=1)[:, None]
+    in_top_p = (cumulative - weights < limit) | (batch.top_p[:, None] >= 1)
     num_kept = (in_top_k & in_top_p).sum(dim=-1).clamp(min=1)
     return _Head(num_kept, ordered.gather(1, num_kept[:, None] - 1).squeeze(1))
 
@@ -125,38 +176,71 @@ def sample_greedy(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
-def apply_penalties(
-    logits: Tensor, prompt_seen: Tensor, output_counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-) -> Tensor:
-    """Penalised logits, [R, V] fp32.
+def sample_rows_torch(
+    logits: Tensor,
+    table: SamplingTable,
+    slots: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    adjustments: Adjustments | None = None,
+) -> None:
+    """Twin of `sample_rows`."""
+    logits = logits.float()
+    is_finite = logits.isfinite().all(dim=-1)
+    if adjustments is not None:
+        logits = adjust_rows_torch(logits, table.floats[slots, 3:], table.ints[slots, 2:], adjustments)
+    token_ids = sample_greedy(logits)
+    temperature, top_p, min_p, *_ = table.floats[slots].unbind(1)
+    top_k, seed, state_rows, _ = table.ints[slots].unbind(1)
+    batch = SamplingBatch(temperature, top_k, top_p, min_p, seed, positions)
+    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    has_head = filtered & (top_k > 0)
+    kinds = (~filtered, 0), (has_head, max([1, *top_k.tolist()])), (filtered & ~has_head, logits.shape[1])
+    for rows, num_candidates in kinds:
+        index = ((temperature > 0) & rows).nonzero().squeeze(1)
+        if index.numel():
+            some = SamplingBatch(**{name: column[index] for name, column in vars(batch).items()})
+            chosen = (
+                sample_filtered(logits[index], some, num_candidates) if num_candidates else sample_plain(logits[index], some)
+            )
+            token_ids[index] = chosen
+    has_choice = logits.amax(dim=-1) > float("-inf")
+    out[0] = token_ids
+    out[1] = torch.where(is_finite, torch.where(has_choice, RowStatus.CHOSEN, RowStatus.NO_CHOICE), RowStatus.NOT_FINITE)
+    if adjustments is not None:
+        counted = state_rows >= 0
+        adjustments.token_states[state_rows[counted], token_ids[counted]] += 2
 
-    Repetition (Keskar et al. 2019, CTRL) divides positive and multiplies negative logits of tokens of the prompt or the
-    output; then presence and frequency (OpenAI's API reference) subtract from tokens of the output.
+
+def sample_rows(
+    logits: Tensor,
+    table: SamplingTable,
+    slots: Tensor,
+    positions: Tensor,
+    work: SamplingWork,
+    out: Tensor,
+    workspace: "SamplingWorkspace | None" = None,
+    adjustments: Adjustments | None = None,
+) -> None:
+    """Choose one token per row. On a GPU it only launches kernels, whose grids depend on shapes alone, so a graph may hold it.
 
     Args:
-        logits: [R, V] fp32.
-        prompt_seen: [R, V] bool.
-        output_counts: [R, V] int32, occurrences among generated tokens.
-        repetition: [R] fp32, 1 is off.
-        presence: [R] fp32, 0 is off.
-        frequency: [R] fp32, 0 is off.
+        logits: [S, V], any floating dtype, rows contiguous, not changed; V up to MAX_VOCAB_SIZE.
+        table: parameters by slot.
+        slots: [S] int64, each at most once.
+        positions: [S] int64, of the tokens to choose.
+        work: at least what the rows' parameters take.
+        out: [2, S] int64, written: token ids (some valid id for a failed row) and `RowStatus`.
+        workspace: for S rows of V logits; needed on a GPU.
+        adjustments: what changes logits before the choice; then the chosen tokens are counted in the token states.
     """
-    generated = output_counts > 0
-    factor = torch.where(prompt_seen | generated, repetition[:, None], 1.0)
-    logits = torch.where(logits > 0, logits / factor, logits * factor)
-    return logits - generated * presence[:, None] - output_counts * frequency[:, None]
+    if logits.is_cuda:
+        from server.kernels.sampling_triton import sample_rows_triton
 
-
-def keep_tokens(logits: Tensor, mask: Tensor) -> Tensor:
-    """-inf where a token's bit is not set: [R, V] fp32.
-
-    Args:
-        logits: [R, V] fp32.
-        mask: [R, ceil(V / 32)] int32; bit i of word w is token 32 w + i.
-    """
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    is_kept = ((mask[:, :, None] >> bits) & 1).bool().flatten(1)  # [R, 32 * ceil(V / 32)]
-    return logits.masked_fill(~is_kept[:, : logits.shape[1]], float("-inf"))
+        assert workspace is not None
+        sample_rows_triton(logits, table, slots, positions, work, out, workspace, adjustments)
+    else:
+        sample_rows_torch(logits, table, slots, positions, out, adjustments)
 
 
 def logprobs(logits: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

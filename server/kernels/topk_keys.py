@@ -35,7 +35,7 @@ def topk_config(max_blocks: int, width: int) -> TopkConfig:
 
 
 @triton.jit
-def _order_keys(scores, blocks):
+def order_keys(scores, blocks):
     """int64 keys, larger = better; NaN and -0.0 rank as -inf and +0.0."""
     scores = tl.where(scores == scores, scores, float("-inf"))
     scores = tl.where(scores == 0.0, 0.0, scores)
@@ -45,8 +45,16 @@ def _order_keys(scores, blocks):
 
 
 @triton.jit
-def _key_blocks(keys):
+def key_blocks(keys):
+    """The block of each key of `order_keys`."""
     return 0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def key_scores(keys):
+    """The score of each key of `order_keys`, fp32."""
+    ordered = (keys >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -59,7 +67,7 @@ def _best_of_progressions(row, bases, num_blocks, STEP: tl.constexpr, LENGTH: tl
         blocks = bases[:, None] + (first + tl.arange(0, CHUNK))[None, :] * STEP
         inside = blocks < num_blocks
         scores = tl.load(row + blocks, mask=inside, other=0.0)
-        keys = tl.where(inside, _order_keys(scores, blocks), outside[:, None])
+        keys = tl.where(inside, order_keys(scores, blocks), outside[:, None])
         best = tl.maximum(best, tl.max(keys, 1))
     return best
 
@@ -74,7 +82,7 @@ def _first_keys(keys, K: tl.constexpr):
 def _refine(row, best, num_blocks, K: tl.constexpr, FANOUT: tl.constexpr, STEP: tl.constexpr, MAX: tl.constexpr):
     """Cut the K progressions of step STEP that hold the blocks of `best` into FANOUT each; the K best again."""
     if num_blocks > STEP:
-        bases = (_key_blocks(best) & (STEP - 1))[:, None] + STEP * tl.arange(0, FANOUT)[None, :]
+        bases = (key_blocks(best) & (STEP - 1))[:, None] + STEP * tl.arange(0, FANOUT)[None, :]
         bases = tl.reshape(bases, (K * FANOUT,))
         best = _first_keys(_best_of_progressions(row, bases, num_blocks, STEP * FANOUT, MAX // (STEP * FANOUT)), K)
     return best
@@ -99,7 +107,7 @@ def best_blocks(row, num_blocks, K: tl.constexpr, P: tl.constexpr, MAX: tl.const
     if MAX > P * FANOUT:
         tl.static_assert(MAX <= P * FANOUT * FANOUT)
         best = _refine(row, best, num_blocks, K, MAX // (P * FANOUT), P * FANOUT, MAX)
-    return _key_blocks(best)
+    return key_blocks(best)
 
 
 @triton.jit

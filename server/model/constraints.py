@@ -8,13 +8,14 @@ alone. It knows nothing of how a token is drawn.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from server.grammars import GrammarError
-from server.kernels.sampling import keep_tokens
 from server.messages import SamplingParams
 from server.model.grammar import GrammarCompiler, GrammarCursor, MaskMaker, open_cursor
+from server.model.row_pool import RowPool
 from server.model.sampling_slot import SamplingRow
 from server.scheduler.plan import NewSequence
 
@@ -22,18 +23,27 @@ NO_GRAMMARS = "the checkpoint has no tokenizer, so it cannot follow grammars"
 
 
 @dataclass(frozen=True)
-class Constrained:
-    """Logits of S rows after the rules.
+class Limits:
+    """What the rules of S rows forbid, apart from the masks of their slots.
 
     Attributes:
-        logits: [S, V] fp32, -inf where a token is forbidden; the caller's own tensor when nothing is.
-        has_choice: [S] bool, whether a row has a token left; None when no row was touched.
+        forbidden: (row, token id).
+        grammar_rows: row of `grammar_masks` for each of the S rows, -1 for none; empty without any.
+        grammar_masks: [G, ceil(V / 32)] int32 on the host, see `MaskMaker`; None without any.
         faults: by row, why a sequence cannot go on.
+        is_masked: whether the slot of a row has a mask.
     """
 
-    logits: Tensor
-    has_choice: Tensor | None
-    faults: dict[int, str]
+    forbidden: tuple[tuple[int, int], ...] = ()
+    grammar_rows: tuple[int, ...] = ()
+    grammar_masks: Tensor | None = None
+    faults: dict[int, str] = field(default_factory=dict)
+    is_masked: bool = False
+
+    @property
+    def change_logits(self) -> bool:
+        """Whether anything is forbidden at all."""
+        return bool(self.forbidden) or self.is_masked or self.grammar_masks is not None
 
 
 @dataclass(slots=True)
@@ -43,7 +53,7 @@ class _Rules:
     Attributes:
         num_prompt_tokens: where the output begins.
         min_tokens, stop_ids: no stop id among the first tokens; ids within the logits' width.
-        banned: [V] bool, what may never be chosen; None for nothing.
+        mask_row: row of the mask of what may ever be chosen; None for everything.
         bad_words: those of two tokens or more.
         output: generated tokens, kept only for bad words.
         cursor: place in the grammar.
@@ -53,14 +63,19 @@ class _Rules:
     num_prompt_tokens: int
     min_tokens: int
     stop_ids: tuple[int, ...]
-    banned: Tensor | None
+    mask_row: int | None
     bad_words: tuple[tuple[int, ...], ...]
     output: list[int] = field(default_factory=list)
     cursor: GrammarCursor | None = None
     fault: str | None = None
 
+    @property
+    def has_history(self) -> bool:
+        """Whether what is forbidden depends on the tokens before."""
+        return self.cursor is not None or bool(self.bad_words)
+
     def banned_ids(self, position: int) -> set[int]:
-        """What may not come next, apart from `banned` and from the grammar's mask."""
+        """What may not come next, apart from the mask of the slot and from the grammar's mask."""
         cursor = self.cursor
         ids = set(cursor.banned_ids()) if cursor else set()
         if position - self.num_prompt_tokens < self.min_tokens and not (cursor and cursor.must_end):
@@ -80,15 +95,13 @@ class _Rules:
 class Constraints:
     """The rules of all slots."""
 
-    def __init__(
-        self, max_num_seqs: int, vocab_size: int, device: torch.device, compiler: GrammarCompiler | None = None
-    ) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, compiler: GrammarCompiler | None = None) -> None:
         """Without a `compiler` every sequence with a grammar fails."""
         self._vocab_size = vocab_size
-        self._device = device
         self._compiler = compiler
         self._rules: dict[int, _Rules] = {}
-        self._masks = MaskMaker(max_num_seqs, vocab_size, pin_memory=device.type == "cuda") if compiler else None
+        self._maker = MaskMaker(vocab_size, pin_memory=device.type == "cuda") if compiler else None
+        self._masks = RowPool(-(-vocab_size // 32), torch.int32, device)
 
     def admit(self, sequence: NewSequence) -> None:
         """Take the rules of a new or resumed sequence, if it has any."""
@@ -101,7 +114,7 @@ class Constraints:
             num_prompt_tokens=sequence.num_prompt_tokens,
             min_tokens=params.min_tokens,
             stop_ids=stop_ids,
-            banned=self._banned(params.allowed_token_ids, [word[0] for word in bad_words if len(word) == 1]),
+            mask_row=self._mask_row(params.allowed_token_ids, [word[0] for word in bad_words if len(word) == 1]),
             bad_words=tuple(word for word in bad_words if len(word) > 1),
         )
         output = sequence.token_ids[sequence.num_prompt_tokens :]
@@ -113,51 +126,56 @@ class Constraints:
 
     def release(self, slot: int) -> None:
         """Forget a slot; one without rules is ignored."""
-        self._rules.pop(slot, None)
+        rules = self._rules.pop(slot, None)
+        if rules is not None and rules.mask_row is not None:
+            self._masks.give_back(rules.mask_row)
 
-    def apply(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Constrained:
-        """Forbid what the rules of `rows` forbid; `logits` [S, V] fp32 are not changed."""
-        limited = [(i, rules) for i, row in enumerate(rows) if (rules := self._rules.get(row.slot)) is not None]
-        faults = {i: rules.fault for i, rules in limited if rules.fault is not None}
-        banned = [(i, rules.banned) for i, rules in limited if rules.banned is not None]
-        points = [(i, token_id) for i, rules in limited for token_id in rules.banned_ids(rows[i].position)]
-        masked = [(i, rules.cursor) for i, rules in limited if rules.cursor is not None and rules.cursor.is_masked]
-        if not (banned or points or masked):
-            return Constrained(logits, None, faults)
-        logits = logits.clone()
-        if banned:
-            index = self._index([i for i, _ in banned])
-            logits[index] = logits[index].masked_fill(torch.stack([tensor for _, tensor in banned]), float("-inf"))
-        if points:
-            index = self._index(points)  # [n, 2]
-            logits[index[:, 0], index[:, 1]] = float("-inf")
-        if masked:
-            faults |= self._apply_masks(logits, masked)
-        return Constrained(logits, (logits > float("-inf")).any(dim=-1), faults)
+    @property
+    def masks(self) -> Tensor:
+        """[M, ceil(V / 32)] int32 on the device; bit i of word w allows token 32 w + i."""
+        return self._masks.tensor
 
-    def need_history(self, rows: Sequence[SamplingRow]) -> bool:
-        """Whether the rules of one of these rows depend on its earlier tokens."""
-        rules = [self._rules.get(row.slot) for row in rows]
-        return any(rule is not None and (rule.cursor is not None or bool(rule.bad_words)) for rule in rules)
-
-    def follower(self, slot: int) -> Callable[[int], None]:
-        """Takes the token that is chosen for the sequence in `slot`, even when the slot is another's by then."""
+    def mask_row(self, slot: int) -> int | None:
+        """Row of the slot's mask; None when it has none."""
         rules = self._rules.get(slot)
-        return _ignore if rules is None else rules.advance
+        return rules.mask_row if rules is not None else None
 
-    def _apply_masks(self, logits: Tensor, masked: Sequence[tuple[int, GrammarCursor]]) -> dict[int, str]:
-        """Apply the grammars' masks in place; the faults that came up, by row."""
-        assert self._masks is not None
+    def limits(self, rows: Sequence[SamplingRow]) -> Limits:
+        """What the rules of `rows` forbid."""
+        limited = [(i, rules) for i, row in enumerate(rows) if (rules := self._rules.get(row.slot)) is not None]
+        if not limited:
+            return Limits()
+        faults = {i: rules.fault for i, rules in limited if rules.fault is not None}
+        forbidden = [(i, token_id) for i, rules in limited for token_id in sorted(rules.banned_ids(rows[i].position))]
+        masked = [(i, rules.cursor) for i, rules in limited if rules.cursor is not None and rules.cursor.is_masked]
+        is_masked = any(rules.mask_row is not None for _, rules in limited)
+        if not masked:
+            return Limits(tuple(forbidden), faults=faults, is_masked=is_masked)
+        masks, new_faults = self._grammar_masks(masked)
+        grammar_rows = [-1] * len(rows)
+        for number, (i, _) in enumerate(masked):
+            grammar_rows[i] = number
+        return Limits(tuple(forbidden), tuple(grammar_rows), masks, faults | new_faults, is_masked)
+
+    def follower(self, slot: int) -> Callable[[int], None] | None:
+        """Takes the token that is chosen for the sequence in `slot`, even when the slot is another's by then.
+
+        None when its rules do not depend on it.
+        """
+        rules = self._rules.get(slot)
+        return rules.advance if rules is not None and rules.has_history else None
+
+    def _grammar_masks(self, masked: Sequence[tuple[int, GrammarCursor]]) -> tuple[Tensor, dict[int, str]]:
+        """The masks of these rows' grammars, and the faults that came up, by row."""
+        assert self._maker is not None
         assert self._compiler is not None
-        masks = self._masks.fill([cursor for _, cursor in masked]).to(self._device, non_blocking=True)
-        index = self._index([i for i, _ in masked])
-        logits[index] = keep_tokens(logits[index], masks)
+        masks = self._maker.fill([cursor for _, cursor in masked])
         faults = {}
         for i, cursor in masked:
             if cursor.fault is not None:
                 faults[i] = cursor.fault
                 self._compiler.forget(cursor.grammar)
-        return faults
+        return masks, faults
 
     def _open_grammar(self, rules: _Rules, params: SamplingParams, output: Sequence[int]) -> None:
         if self._compiler is None:
@@ -168,23 +186,14 @@ class Constraints:
         except GrammarError as error:
             rules.fault = str(error)
 
-    def _banned(self, allowed_ids: Sequence[int], banned_ids: Sequence[int]) -> Tensor | None:
-        """[V] bool."""
+    def _mask_row(self, allowed_ids: Sequence[int], banned_ids: Sequence[int]) -> int | None:
         if not allowed_ids and not banned_ids:
             return None
-        banned = torch.zeros(self._vocab_size, dtype=torch.bool)
-        if allowed_ids:
-            banned.fill_(True)
-            banned[torch.tensor(self._columns(allowed_ids), dtype=torch.int64)] = False
-        banned[torch.tensor(banned_ids, dtype=torch.int64)] = True
-        return banned.to(self._device)
+        allowed = np.full(-(-self._vocab_size // 32) * 32, not allowed_ids)
+        allowed[self._columns(allowed_ids)] = True
+        allowed[self._columns(banned_ids)] = False
+        words = np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
+        return self._masks.take(torch.from_numpy(words))
 
     def _columns(self, token_ids: Sequence[int]) -> list[int]:
         return [token_id for token_id in token_ids if 0 <= token_id < self._vocab_size]
-
-    def _index(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
-
-
-def _ignore(token_id: int) -> None:
-    """The follower of a sequence without rules."""

@@ -165,22 +165,22 @@ def open_cursor(compiler: GrammarCompiler, params: SamplingParams, output: Itera
 
 
 class MaskMaker:
-    """Fills the masks of a step, several at a time when there are cores. Owns the memory they are written to."""
+    """Fills the masks of a step, several at a time when there are cores."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, *, pin_memory: bool) -> None:
+    def __init__(self, vocab_size: int, *, pin_memory: bool) -> None:
         """`pin_memory`: for a copy to a GPU that the host does not wait for."""
         self._executor = llguidance.LLExecutor()
-        num_words = -(-vocab_size // 32)
-        self._masks = torch.zeros((max_num_seqs, num_words), dtype=torch.int32, pin_memory=pin_memory)
+        self._num_words = -(-vocab_size // 32)
+        self._pin_memory = pin_memory
 
     def fill(self, cursors: Sequence[GrammarCursor]) -> Tensor:
-        """What each cursor allows next, [G, ceil(V / 32)] int32; bit i of word w is token 32 w + i. Valid until the next call.
+        """What each cursor allows next, [G, ceil(V / 32)] int32; bit i of word w is token 32 w + i.
 
         A cursor with a fault, old or new, has an undefined mask.
         """
-        masks = self._masks[: len(cursors)]
+        num_words = self._num_words
+        masks = torch.empty((len(cursors), num_words), dtype=torch.int32, pin_memory=self._pin_memory)
         matchers = [(cursor.matcher, row) for row, cursor in enumerate(cursors)]
-        num_words = masks.shape[1]
         self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), num_words * masks.element_size(), len(cursors))
         words = masks.numpy()
         for row, cursor in enumerate(cursors):

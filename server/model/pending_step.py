@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from server.model.sampler import PendingSample, SampleResult
+from server.model.pending_sample import PendingSample, SampleResult
 from server.scheduler.plan import PromptLogprobs, SlotFailure, StepResult
 
 

@@ -20,9 +20,10 @@ from server.model.decode_graphs import DecodeGraphs, Recorder
 from server.model.feature_cache import FeatureCache
 from server.model.grammar import GrammarCompiler
 from server.model.media_features import FeatureRows, MediaEncoder, MediaFeatures, PixelReader
+from server.model.pending_sample import PendingSample
 from server.model.pending_step import PendingStep
 from server.model.prompt_logprobs import PromptScorer
-from server.model.sampler import PendingSample, Sampler
+from server.model.sampler import Sampler
 from server.model.sampling_slot import SamplingRow
 from server.scheduler.plan import Chunk, SlotFailure, StepPlan, StepResult
 

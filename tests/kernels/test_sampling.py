@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from server.kernels.sampling import (
     SamplingBatch,
-    apply_penalties,
-    keep_tokens,
     logprobs,
     sample_greedy,
     sample_plain,
@@ -173,19 +171,6 @@ def test_equal_logits_at_the_edge_of_top_k_go_by_id():
     assert set(sample_ranked(logits, batch_of(3000, top_k=3), 3).tolist()) == {0, 1, 2}
 
 
-def test_penalties_match_their_definitions():
-    logits = torch.tensor([[2.0, -2.0, 1.0, 4.0, -1.0]])
-    penalised = apply_penalties(
-        logits,
-        prompt_seen=torch.tensor([[True, True, False, False, False]]),
-        output_counts=torch.tensor([[0, 0, 0, 3, 1]], dtype=torch.int32),
-        repetition=torch.tensor([2.0]),
-        presence=torch.tensor([0.5]),
-        frequency=torch.tensor([0.25]),
-    )
-    assert penalised.tolist() == [[1.0, -4.0, 1.0, 4.0 / 2 - 0.5 - 0.75, -2.0 - 0.5 - 0.25]]
-
-
 def test_logprobs_are_of_the_raw_distribution():
     probabilities = torch.tensor([[0.1, 0.6, 0.3]])
     choice, ids, top = logprobs(probabilities.log() + 5, torch.tensor([2]), 2)
@@ -198,30 +183,3 @@ def test_no_alternatives_and_more_than_the_vocabulary():
     logits = torch.zeros(1, 3)
     assert logprobs(logits, torch.tensor([0]), 0)[1].shape == (1, 0)
     assert logprobs(logits, torch.tensor([0]), 9)[1].shape == (1, 3)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_chooses_the_tokens_that_a_cpu_chooses():
-    generator = torch.Generator().manual_seed(3)
-    logits = (3 * torch.randn(33, 20_001, generator=generator)).bfloat16().float()
-    batch = batch_of(33, temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=torch.arange(33) - 16)
-    on_gpu = SamplingBatch(**{field.name: getattr(batch, field.name).cuda() for field in fields(batch)})
-    assert sample_greedy(logits.cuda()).tolist() == sample_greedy(logits).tolist()
-    assert sample_plain(logits.cuda(), on_gpu).tolist() == sample_plain(logits, batch).tolist()
-    assert sample_ranked(logits.cuda(), on_gpu, 40).tolist() == sample_ranked(logits, batch, 40).tolist()
-
-
-@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100])
-def test_a_bit_mask_keeps_its_tokens(vocab_size):
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randn(3, vocab_size, generator=generator)
-    num_words = -(-vocab_size // 32)
-    mask = torch.randint(-(2**31), 2**31, (3, num_words), generator=generator).to(torch.int32)
-    mask[1], mask[2] = -1, 0
-    kept = keep_tokens(logits, mask)
-    for row in range(3):
-        for token_id in range(vocab_size):
-            is_kept = int(mask[row, token_id // 32]) >> (token_id % 32) & 1
-            assert kept[row, token_id] == (logits[row, token_id] if is_kept else float("-inf"))
-    assert torch.equal(kept[1], logits[1])

@@ -45,7 +45,7 @@ def cursor_of(compiler):
 
 def allowed(cursor, vocab_size=VOCAB):
     """The ids that the mask allows."""
-    masks = MaskMaker(1, vocab_size, pin_memory=False).fill([cursor])
+    masks = MaskMaker(vocab_size, pin_memory=False).fill([cursor])
     assert masks.shape == (1, -(-vocab_size // 32))
     return [i for i in range(vocab_size) if int(masks[0, i // 32]) >> (i % 32) & 1]
 
@@ -115,7 +115,7 @@ def test_an_output_that_left_its_grammar_is_a_fault(cursor_of):
 
 def test_masks_are_made_together_and_do_not_mix(cursor_of):
     cursors = [cursor_of("a"), cursor_of("b"), cursor_of("c", (C,))]
-    masks = MaskMaker(4, VOCAB, pin_memory=False).fill(cursors)
+    masks = MaskMaker(VOCAB, pin_memory=False).fill(cursors)
     words = torch.zeros_like(masks)
     for row, token_id in enumerate((A, B, EOS)):
         words[row, token_id // 32] = 1 << (token_id % 32)

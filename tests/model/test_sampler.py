@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from server.messages import SamplingParams
+from server.model.pending_sample import NO_CHOICE
 from server.model.sampler import Sampler
 from server.model.sampling_slot import SamplingRow
-from server.scheduler.plan import NewSequence
+from server.scheduler.plan import NewSequence, SampledToken, SlotFailure
 
 VOCAB = 50
 
@@ -118,6 +119,33 @@ def test_a_row_that_is_not_finite_fails_alone(logits):
     sampled, failures = sampler.launch(logits[:3], [SamplingRow(slot, 3) for slot in range(3)]).wait()
     assert [failure.slot for failure in failures] == [1]
     assert [(token.slot, token.token_id) for token in sampled] == [(0, expected[0]), (2, expected[2])]
+
+
+def test_rules_that_leave_nothing_fail_their_row_alone(logits):
+    sampler = sampler_with(params(allowed_token_ids=(4,), bad_words=((4,),)), params(temperature=0, allowed_token_ids=(4,)))
+    sampled, failures = sampler.launch(logits[:2], [SamplingRow(0, 3), SamplingRow(1, 3)]).wait()
+    assert failures == (SlotFailure(0, NO_CHOICE),)
+    assert sampled == (SampledToken(1, 4),)
+
+
+def test_every_rule_of_one_row_at_once():
+    logits = torch.arange(VOCAB, 0, -1).float()[None]  # id 0 is the best, then 1, ...
+    everything = params(
+        temperature=0,
+        logit_bias=((9, 45.5),),
+        presence_penalty=2.0,
+        allowed_token_ids=tuple(range(1, 20)),
+        bad_words=((2,), (1, 5), (5, 1)),
+        min_tokens=3,
+        stop_token_ids=(3,),
+    )
+    sampler = sampler_with(everything)
+    # 9 is raised to 86.5; every choice then costs 2 once.
+    assert [choose(sampler, logits, position=3 + i)[0] for i in range(4)] == [9, 9, 9, 9]
+    sampler = sampler_with(everything, output=(9,) * 2)
+    assert choose(sampler, logits - 80 * (torch.arange(VOCAB) == 9), position=5) == [1]
+    assert choose(sampler, logits - 80 * (torch.arange(VOCAB) == 9), position=6) == [1]
+    assert choose(sampler, logits - 80 * (torch.arange(VOCAB) == 9) - 9 * (torch.arange(VOCAB) == 1), position=7) == [3]
 
 
 def test_logprobs_come_from_the_raw_logits_and_only_where_asked(logits):
