@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -17,10 +18,21 @@ from typing import Any, Final, ParamSpec, TypeVar
 import msgspec
 
 from server.api.prepare import Job
-from server.api.prepare_protocol import Answer, PeerEndedError, Setup, Task, receive, receive_exactly, send, unpacked
+from server.api.prepare_protocol import (
+    TOO_MUCH_MEMORY,
+    Answer,
+    Idle,
+    PeerEndedError,
+    Setup,
+    Task,
+    receive,
+    receive_exactly,
+    send,
+    unpacked,
+)
 from server.api.tokenizer import PIECES_PER_BATCH
 from server.api.worker_process import worker_environment
-from server.errors import OverloadedError, RequestFailedError
+from server.errors import OverloadedError, PayloadTooLargeError, RequestFailedError
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +50,10 @@ MAX_WAITING: Final = 64
 NUM_TOKENIZER_THREADS: Final = max(1, min(PIECES_PER_BATCH, len(os.sched_getaffinity(0)) - 1))
 # A worker may die of other things than its body, but not twice in a row.
 NUM_ATTEMPTS: Final = 2
+# The tokenizer's end when there is no more memory.
+OUT_OF_MEMORY: Final = -signal.SIGABRT
+# A worker that keeps more of what a body took is replaced.
+MAX_GROWN_BYTES: Final = 256 << 20
 
 
 class WorkerFaultError(Exception):
@@ -45,9 +61,14 @@ class WorkerFaultError(Exception):
 
 
 class _Worker:
-    """One running process; a call at a time."""
+    """One running process; a call at a time.
+
+    Attributes:
+        grown_bytes: memory that it kept of its bodies.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process, connection: socket.socket) -> None:
+        self.grown_bytes = 0
         self._process = process
         self._connection = connection
 
@@ -103,6 +124,7 @@ class _Worker:
         send(connection, Task(job.name, sum(map(len, pieces))), pieces)
         answer = receive(connection, Answer)
         following = [receive_exactly(connection, num_bytes) for num_bytes in answer.num_bytes]
+        self.grown_bytes = receive(connection, Idle).grown_bytes
         for line in answer.log:
             logging.getLogger(line.logger).log(line.level, "%s", line.message)
         if answer.refusal is not None:
@@ -117,13 +139,14 @@ class _Worker:
             self._process.kill()
         await self._process.wait()
 
-    async def leave(self) -> None:
-        """Collect it after it closed its socket: it is about to end."""
+    async def leave(self) -> int | None:
+        """Collect it after it closed its socket: it is about to end. How it did; None when it had to be killed."""
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await self._process.wait()
+                return await self._process.wait()
         except TimeoutError:
             await self.kill()
+            return None
 
     def close(self) -> None:
         """Close the socket; no call may be in progress."""
@@ -178,6 +201,7 @@ class PreparePool:
         Raises:
             M3Error: what is wrong with the request.
             OverloadedError: too many bodies wait.
+            PayloadTooLargeError: it takes too much memory.
             RequestFailedError: it takes too long, or its workers died.
             WorkerFaultError: a bug.
         """
@@ -237,6 +261,8 @@ class PreparePool:
                     raise RequestFailedError("reading the request takes too long") from None
             raise RequestFailedError("the request could not be read")
         finally:
+            if slot.worker is not None and slot.worker.grown_bytes > MAX_GROWN_BYTES:
+                await self._clear(slot)
             if slot.worker is None and not self._is_closed:
                 self._begin(self._warm(slot))
             else:
@@ -266,8 +292,10 @@ class PreparePool:
                 return await asyncio.shield(call)
         except PeerEndedError:
             assert slot.worker is not None
-            await slot.worker.leave()
+            code = await slot.worker.leave()
             await self._clear(slot)
+            if code == OUT_OF_MEMORY:
+                raise PayloadTooLargeError(TOO_MUCH_MEMORY) from None
             raise
         except (TimeoutError, asyncio.CancelledError):
             assert slot.worker is not None

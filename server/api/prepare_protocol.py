@@ -23,6 +23,7 @@ HEADER: Final = struct.Struct("<Q")
 ID_TYPE: Final = "I"
 # Making integers holds the interpreter's lock, about 25 ns for each; other threads may go on between slices.
 SLICE_LEN: Final = 1 << 15
+TOO_MUCH_MEMORY: Final = "reading the body takes more memory than one request may use"
 ERRORS: Final = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, M3Error)}
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -89,6 +90,16 @@ class Answer(msgspec.Struct, frozen=True):
     fault: str | None = None
     log: tuple[LogLine, ...] = ()
     num_bytes: tuple[int, ...] = ()
+
+
+class Idle(msgspec.Struct, frozen=True):
+    """What a worker says behind an answer to a task, and what follows it, once it has let go of the task.
+
+    Attributes:
+        grown_bytes: resident memory that it kept since it was set up.
+    """
+
+    grown_bytes: int
 
 
 def send(connection: socket.socket, message: msgspec.Struct, following: Sequence[bytes] = ()) -> None:

@@ -6,6 +6,7 @@ exhaust time or memory and cost nothing but itself. It holds no secrets, and giv
 
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -20,7 +21,9 @@ from server.api.completions_prepare import COMPLETION_JOB
 from server.api.messages_prepare import COUNT_JOB, MESSAGES_JOB
 from server.api.prepare import CHAT_JOB, Checker, Job
 from server.api.prepare_protocol import (
+    TOO_MUCH_MEMORY,
     Answer,
+    Idle,
     LogLine,
     PeerEndedError,
     Refusal,
@@ -41,8 +44,10 @@ JOBS: Final[dict[str, Job[Any]]] = {
     job.name: job for job in (CHAT_JOB, COMPLETION_JOB, RESPONSE_JOB, MESSAGES_JOB, COUNT_JOB, TOKENIZE_JOB, DETOKENIZE_JOB)
 }
 NICENESS: Final = 10
-# The objects of a parsed body take many times its length: a list of empty lists 30 times.
-MEMORY_BYTES: Final = 4 << 30
+# A body of 60 MB takes 0.5 GB; text that the tokenizer cannot cut, or millions of empty lists, take forty times their length.
+MEMORY_BYTES: Final = 2 << 30
+# What pydantic's parser raises when there is no more memory; it cannot be imported, and is no `Exception`.
+PANIC: Final = "PanicException"
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +77,12 @@ def prepare(checker: Checker, job: Job[Any], raw: bytes) -> tuple[Answer, list[b
     except M3Error as error:
         return Answer(refusal=Refusal.of(error)), []
     except MemoryError:
-        return Answer(refusal=Refusal.of(PayloadTooLargeError("the body takes more memory than one request may use"))), []
-    except Exception as error:
-        logger.error("preparing a request failed with %s\n%s", type(error).__name__, frames_of(error))
-        return Answer(fault=type(error).__name__), []
+        pass  # behind this block, what the exception's frames hold is free
+    except BaseException as error:
+        if type(error).__name__ != PANIC:
+            logger.error("preparing a request failed with %s\n%s", type(error).__name__, frames_of(error))
+            return Answer(fault=type(error).__name__), []
+    return Answer(refusal=Refusal.of(PayloadTooLargeError(TOO_MUCH_MEMORY))), []
 
 
 def serve(connection: socket.socket, parent_pid: int, log: LogKeeper) -> None:
@@ -89,10 +96,19 @@ def serve(connection: socket.socket, parent_pid: int, log: LogKeeper) -> None:
     confine(MEMORY_BYTES, parent_pid)
     silence()
     send(connection, Answer())
+    start_bytes = resident_bytes()
     while True:
         task = receive(connection, Task)
         answer, following = prepare(checker, JOBS[task.job], receive_exactly(connection, task.num_bytes))
         send(connection, msgspec.structs.replace(answer, log=log.take()), following)
+        del answer, following
+        send(connection, Idle(resident_bytes() - start_bytes))
+
+
+def resident_bytes() -> int:
+    """Memory that this process has."""
+    with open("/proc/self/statm", "rb") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
 
 
 def main() -> None:

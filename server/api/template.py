@@ -108,6 +108,7 @@ class ChatTemplate:
         Raises:
             BadRequestError: the template refused the conversation, or values nest too deeply.
             M3Error: the template failed; the log says why.
+            MemoryError: it takes more than there is.
         """
         try:
             return self._template.render(
@@ -120,6 +121,8 @@ class ChatTemplate:
             raise BadRequestError(f"the chat template refused the conversation: {error}", param="messages") from None
         except RecursionError:
             raise BadRequestError("the conversation nests values too deeply", param="messages") from None
+        except MemoryError:
+            raise
         except Exception as error:  # a template is a program: it can fail in any way
             logger.error("the chat template failed with %s\n%s", type(error).__name__, frames_of(error))
             raise M3Error("the conversation could not be rendered") from error

@@ -102,7 +102,7 @@ BODIES = {
 SCRIPT = """
 import logging, os, resource, sys, time
 from server.api import prepare_worker
-log = sys.argv.pop(1)
+log, kept = sys.argv.pop(1), []
 prepare = prepare_worker.prepare
 def scripted(checker, job, raw):
     with open(log, "a") as file:
@@ -111,6 +111,10 @@ def scripted(checker, job, raw):
         time.sleep(600)
     if raw == b"die" or raw == b"die once" and open(log).read().count("die once") == 1:
         os._exit(9)
+    if raw == b"abort":
+        os.abort()
+    if raw == b"grow":
+        kept.append(bytearray(300 << 20))
     if raw == b"log":
         logging.getLogger("server.x").error("a line of %s", "log")
     if raw == b"memory":
@@ -285,6 +289,44 @@ def test_memory_is_bounded_bugs_stay_inside_and_the_log_is_the_fronts(scripted, 
     asyncio.run(scenario())
     assert "a line of log" in [record.getMessage() for record in caplog.records if record.name == "server.x"]
     assert any("ZeroDivisionError" in record.getMessage() for record in caplog.records)
+
+
+def test_a_body_that_exhausts_a_workers_memory_is_refused_and_not_tried_again(log, scripted):
+    async def scenario():
+        async with pool_with(command=scripted) as pool:
+            return await said(pool, b"abort", b"fine")
+
+    large, fine = asyncio.run(scenario())
+    assert large[1]["error"]["code"] == "payload_too_large"
+    assert fine[1]["error"]["code"] == "invalid_json"
+    assert [line.split()[1] for line in log.lines] == ["abort", "fine"]
+
+
+def test_a_worker_that_keeps_much_memory_is_replaced(log, scripted):
+    async def scenario():
+        async with pool_with(command=scripted) as pool:
+            await said(pool, b"first", b"grow", b"next")
+
+    asyncio.run(scenario())
+    first, grown, following = log.pids
+    assert first == grown != following
+
+
+def test_parsed_bodies_may_take_forty_times_their_length_but_not_more():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "LISTS"}}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+
+    def body(num_lists):
+        return json.dumps({"messages": messages}).encode().replace(b'"LISTS"', b"[" + b"[]," * num_lists + b"[]]")
+
+    async def scenario():
+        async with pool_with() as pool:
+            small, large = await said(pool, body(10_000), body(20_000_000))
+            assert b"token_ids" in small
+            assert large[1]["error"]["code"] == "payload_too_large"
+            assert len(pool.pids) == 1
+
+    asyncio.run(scenario())
 
 
 def test_a_worker_that_cannot_start_is_said_to_the_operator_and_the_client(caplog):
