@@ -1,9 +1,13 @@
-"""Products with weights that are plain tensors or MXFP8."""
+"""Products with weights that are plain tensors or MXFP8.
+
+On a Hopper GPU few tokens take a kernel that is as fast as it reads the weight; many tokens take cuBLAS for bf16 weights and a
+kernel of ours for MXFP8 ones.
+"""
 
 import torch
 from torch import Tensor
 
-from server.kernels.mxfp8 import Mxfp8Weight, dequantize_torch
+from server.kernels.mxfp8 import GROUP_SIZE, Mxfp8Weight, dequantize_torch
 
 
 def linear_torch(x: Tensor, weight: Tensor | Mxfp8Weight) -> Tensor:
@@ -21,6 +25,22 @@ def linear(x: Tensor, weight: Tensor | Mxfp8Weight) -> Tensor:
         weight: [N, K], in the dtype of `x` or in MXFP8.
 
     Returns:
-        [T, N] in the dtype of `x`; products are summed in fp32.
+        [T, N] in the dtype of `x`; products are summed in fp32. A capture as a CUDA graph is valid for any content.
     """
+    if not _has_kernels(x) or x.shape[1] % GROUP_SIZE:
+        return linear_torch(x, weight)
+    from server.kernels.linear_few import linear_few, max_tokens
+    from server.kernels.linear_hopper import linear_hopper
+
+    if x.shape[0] <= max_tokens(weight):
+        return linear_few(x, weight)
+    if isinstance(weight, Mxfp8Weight) and weight.shape[0] % 8 == 0:
+        return linear_hopper(x, weight)
     return linear_torch(x, weight)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """On a Hopper GPU, in bf16, not empty, with rows that begin on 16 bytes."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or not x.numel() or torch.cuda.get_device_capability(x.device) != (9, 0):
+        return False
+    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0

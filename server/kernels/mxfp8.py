@@ -58,44 +58,116 @@ def dequantize_torch(weight: Mxfp8Weight, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def dequantize(values, scales, DTYPE: tl.constexpr):
-    """Tile [R, C] of e4m3 bytes (uint8) and its scales [R, C // 32] (uint8) to [R, C] of DTYPE, rounded once.
-
-    The bits of an e4m3 number, moved to the end of a wider exponent, are the number times 2^-120, subnormals included. Two
-    products make that good: with 2^120, which is exact, then with the group's scale, which rounds only what underflows.
-    """
+    """Tile [R, C] of e4m3 bytes (uint8) and its scales [R, C // 32] (uint8) to [R, C] of DTYPE; see `scale_e4m3`."""
     R: tl.constexpr = values.shape[0]
     NUM_GROUPS: tl.constexpr = scales.shape[1]
     GROUP: tl.constexpr = values.shape[1] // NUM_GROUPS
-    grouped = tl.reshape(values, [R, NUM_GROUPS, GROUP])
-    if tl.bfloat16 == DTYPE:
-        exponents = scales.to(tl.uint16)
-        bits = tl.where(exponents == 255, 0x7FC0, tl.where(exponents == 0, 0x0040, exponents << 7)).to(tl.uint16)
-        factors = tl.broadcast_to(bits.to(tl.bfloat16, bitcast=True)[:, :, None], [R, NUM_GROUPS, GROUP])
-        numbers = scale_e4m3(grouped, factors)
-    else:
-        exponents = scales.to(tl.uint32)
-        bits = tl.where(exponents == 255, 0x7FC00000, tl.where(exponents == 0, 0x00400000, exponents << 23)).to(tl.uint32)
-        wide = grouped.to(tl.uint32)
-        shifted = (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True)
-        numbers = (shifted * 1.329227995784916e36 * bits.to(tl.float32, bitcast=True)[:, :, None]).to(DTYPE)
+    numbers = scale_e4m3(tl.reshape(values, [R, NUM_GROUPS, GROUP]), scales[:, :, None], DTYPE)
     return tl.reshape(numbers, [R, NUM_GROUPS * GROUP])
 
 
 @triton.jit
-def scale_e4m3(values, factors):
-    """e4m3 bytes times bf16 factors of the same shape, four at a time in packed arithmetic."""
+def scale_e4m3(values, scales, DTYPE: tl.constexpr):
+    """e4m3 bytes (uint8) times their scales (uint8, of a shape that broadcasts) in DTYPE, rounded once.
+
+    The bits of an e4m3 number, moved to the end of a wider exponent, are the number times 2^-120, subnormals included. Two
+    products make that good: with 2^120, which is exact, then with the scale, which rounds only what underflows. In bf16 the
+    move is that of the sign-extended byte by four bits, with what lies between sign and exponent masked out.
+    """
+    if tl.bfloat16 == DTYPE:
+        return _scale_bytes(values, tl.broadcast_to(_bf16_factors(scales).to(tl.bfloat16, bitcast=True), values.shape))
+    else:
+        exponents = scales.to(tl.uint32)
+        bits = tl.where(exponents == 255, 0x7FC00000, tl.where(exponents == 0, 0x00400000, exponents << 23)).to(tl.uint32)
+        wide = values.to(tl.uint32)
+        shifted = (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True)
+        return (shifted * 1.329227995784916e36 * bits.to(tl.float32, bitcast=True)).to(DTYPE)
+
+
+@triton.jit
+def _bf16_factors(scales):
+    """Bits of 2^(scale - 127) in bf16: a subnormal for 0, NaN for 255."""
+    exponents = scales.to(tl.uint16)
+    return tl.where(exponents == 255, 0x7FC0, tl.where(exponents == 0, 0x0040, exponents << 7)).to(tl.uint16)
+
+
+@triton.jit
+def _packed_factors(scales, shape: tl.constexpr):
+    factors = _bf16_factors(scales).to(tl.uint32)
+    return tl.broadcast_to(factors | (factors << 16), shape)
+
+
+@triton.jit
+def scale_e4m3_words(words, scales):
+    """As `scale_e4m3` in bf16 for four consecutive bytes at a time (int32): the results of the first to the fourth byte.
+
+    Bytes that were loaded as words stay packed in registers; single ones are unpacked and packed again.
+    """
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 low, high, rest, unit;
-        prmt.b32 low, $2, 0, 0x1404;
-        prmt.b32 high, $2, 0, 0x3424;
-        shr.u32 rest, low, 4;
-        and.b32 rest, rest, 0x07f007f0;
-        lop3.b32 low, low, 0x80008000, rest, 0xea;
-        shr.u32 rest, high, 4;
-        and.b32 rest, rest, 0x07f007f0;
-        lop3.b32 high, high, 0x80008000, rest, 0xea;
+        .reg .b32 low, high, unit;
+        prmt.b32 low, $4, 0, 0x9180;
+        prmt.b32 high, $4, 0, 0xb3a2;
+        shl.b32 low, low, 4;
+        shl.b32 high, high, 4;
+        and.b32 low, low, 0x87f087f0;
+        and.b32 high, high, 0x87f087f0;
+        mov.b32 unit, 0x7b807b80;
+        mul.rn.bf16x2 low, low, unit;
+        mul.rn.bf16x2 high, high, unit;
+        mul.rn.bf16x2 low, low, $5;
+        mul.rn.bf16x2 high, high, $5;
+        mov.b32 {$0, $1}, low;
+        mov.b32 {$2, $3}, high;
+        }
+        """,
+        "=h,=h,=h,=h,r,r",
+        [words, _packed_factors(scales, words.shape)],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def scale_e4m3_pairs(pairs, scales):
+    """As `scale_e4m3_words` for two consecutive bytes at a time (int16)."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 both, unit;
+        cvt.u32.u16 both, $2;
+        prmt.b32 both, both, 0, 0x9180;
+        shl.b32 both, both, 4;
+        and.b32 both, both, 0x87f087f0;
+        mov.b32 unit, 0x7b807b80;
+        mul.rn.bf16x2 both, both, unit;
+        mul.rn.bf16x2 both, both, $3;
+        mov.b32 {$0, $1}, both;
+        }
+        """,
+        "=h,=h,h,r",
+        [pairs, _packed_factors(scales, pairs.shape)],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _scale_bytes(values, factors):
+    """The bf16 case of `scale_e4m3`, four numbers at a time in packed arithmetic."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, unit;
+        prmt.b32 low, $2, 0, 0x9180;
+        prmt.b32 high, $2, 0, 0xb3a2;
+        shl.b32 low, low, 4;
+        shl.b32 high, high, 4;
+        and.b32 low, low, 0x87f087f0;
+        and.b32 high, high, 0x87f087f0;
         mov.b32 unit, 0x7b807b80;
         mul.rn.bf16x2 low, low, unit;
         mul.rn.bf16x2 high, high, unit;

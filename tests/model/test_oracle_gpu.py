@@ -1,4 +1,4 @@
-"""Our decoder on a Hopper GPU, through the Triton kernels in bf16, against our twins in float32.
+"""Our decoder on a Hopper GPU, through the Triton kernels in bf16, against our twins in float32; weights in bf16 and in MXFP8.
 
 The attention has the released geometry: 64 query heads, 4 KV and index heads of 128 dimensions, blocks of 128, 16 of them
 attended. The reference is the float32 twins on the CPU, which `test_oracle_text` holds against transformers. bf16 rounds
@@ -7,6 +7,7 @@ of the twins themselves in bf16, for the same tokens. Errors are ‖ours - refer
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from server.model.config import M3Config
 from server.model.m3 import M3Model
+from tests.model.quantised import quantise_checkpoint
 from tests.oracle import PagedRunner, SilentProgress
 from training.make_tiny import TINY_DIR
 from training.tiny_weights import make_weights
@@ -43,9 +45,17 @@ class Side:
         return logits
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The tiny checkpoint's size with the released attention."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is served, and its numbers for the reference."""
+
+    served: Path
+    reference: Path
+
+
+@pytest.fixture(scope="module", params=["bf16", "mxfp8"])
+def checkpoint(request, tmp_path_factory):
+    """The tiny checkpoint's size with the released attention; of MXFP8 the reference has the dequantised weights."""
     config = json.loads((TINY_DIR / "config.json").read_text())
     text = config["text_config"]
     text.update(RELEASED_ATTENTION)
@@ -53,22 +63,26 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("released_attention")
     (folder / "config.json").write_text(json.dumps(config))
     save_file(make_weights(config, range(text["vocab_size"])), folder / "model.safetensors")
-    return folder
+    if request.param == "bf16":
+        return Checkpoint(folder, folder)
+    mxfp8 = Checkpoint(folder / "mxfp8", folder / "fp32")
+    quantise_checkpoint(folder, mxfp8.served, mxfp8.reference)
+    return mxfp8
 
 
 @pytest.fixture(scope="module")
 def oracle(checkpoint):
-    return Side(checkpoint, "cpu", torch.float32)
+    return Side(checkpoint.reference, "cpu", torch.float32)
 
 
 @pytest.fixture(scope="module")
 def kernels(checkpoint):
-    return Side(checkpoint, "cuda", torch.bfloat16)
+    return Side(checkpoint.served, "cuda", torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
 def twins(checkpoint):
-    return Side(checkpoint, "cpu", torch.bfloat16)
+    return Side(checkpoint.served, "cpu", torch.bfloat16)
 
 
 def prompt(length, seed=2):
