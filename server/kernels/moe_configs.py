@@ -29,6 +29,31 @@ class TileConfig:
         }
 
 
+@dataclass(frozen=True)
+class HopperConfig:
+    """How rows are cut and how deep the rings are.
+
+    Attributes:
+        sizes: widths of the product that are compiled, ascending; powers of two up to 256, and 288.
+        parts: pieces of 64 columns per stage; 2 for MXFP8.
+        w_stages: stages of 128 weight rows in flight.
+        x_stages: pieces of activations in flight, in a ring of their own (MXFP8 and wide products); 0 if they travel with the
+            weights.
+        programs_per_processor: 1 or 2; two share the shared memory and the registers.
+    """
+
+    sizes: tuple[int, ...]
+    parts: int
+    w_stages: int
+    x_stages: int = 0
+    programs_per_processor: int = 1
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a tile that is not an expert's last."""
+        return min(self.sizes[-1], 256)
+
+
 def few_configs(num_tokens: int, width: int, is_mxfp8: bool) -> tuple[TileConfig, TileConfig] | None:
     """Tiles of the first and the second product for a few tokens; None where sorting them is faster."""
     if num_tokens > 16:
@@ -47,3 +72,22 @@ def grouped_config(rows_per_expert: float, element_size: int) -> tuple[int, Tile
     if rows_per_expert <= 64:
         return 64, TileConfig(64, block_k, 4, 3)
     return 128, TileConfig(64, block_k, 8, 3)
+
+
+def hopper_config(rows_per_expert: float, is_mxfp8: bool) -> HopperConfig:
+    """Row tiles and rings of the Hopper kernels for both products."""
+    if is_mxfp8:
+        if rows_per_expert <= 4:
+            return HopperConfig((16,), 2, 5, 0, 2)
+        if rows_per_expert <= 32:
+            return HopperConfig((16, 32, 64), 2, 5)
+        if rows_per_expert <= 96:
+            return HopperConfig((64, 128), 2, 4, 6)
+        return HopperConfig((128, 256, 288), 2, 3, 4)
+    if rows_per_expert <= 4:
+        return HopperConfig((16,), 2, 5)
+    if rows_per_expert <= 32:
+        return HopperConfig((16, 32, 64), 1, 8)
+    if rows_per_expert <= 96:
+        return HopperConfig((64, 128), 1, 5)
+    return HopperConfig((128, 256, 288), 1, 4)

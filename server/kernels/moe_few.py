@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.kernels.launch import pdl_options, wait_for_inputs
+from server.kernels.launch import hint_read, pdl_options, wait_for_inputs
 from server.kernels.moe_configs import TileConfig
 from server.kernels.moe_tiles import Activation, Weight, dot_rows, stored, swiglu, weight_tile
 
 MAX_TOKENS = 16
 MAX_PAIRS = 64
+_HINT_BYTES = 20 << 20  # of a cache of 50 MB
 
 
 @triton.jit
@@ -55,6 +56,14 @@ def _few_gate_up_kernel(
         _list_expert(experts_ptr, slots_ptr, count_ptr, b_ids, o_p, slot, expert, num_pairs, tl.num_programs(1))
     if (slot < num_pairs) & (tl.sum(((b_ids == expert) & (o_p < slot)).to(tl.int32), 0) > 0):
         return
+    o_choice = o_t[:, None] * TOPK + o_j[None, :]
+    m_choice = m_t[:, None] & (o_j < TOPK)[None, :]
+    is_chosen = tl.load(ids_ptr + o_choice, mask=m_choice, other=-1) == expert
+    weight = tl.sum(tl.where(is_chosen, tl.load(weights_ptr + o_choice, mask=m_choice, other=0.0), 0.0), 1) * scaling
+    is_row = tl.sum(is_chosen.to(tl.int32), 1) > 0
+    if slot == num_pairs:
+        weight = tl.full([BLOCK_T], 1.0, tl.float32)
+        is_row = m_t
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < WIDTH
     o_gate = expert.to(tl.int64) * (2 * WIDTH) + o_n
@@ -70,24 +79,16 @@ def _few_gate_up_kernel(
         b_x = tl.load(x_ptr + o_t[:, None] * stride_x + o_k[None, :], mask=m_x, other=0.0)
         acc_gate = dot_rows(b_x, b_gate, acc_gate)
         acc_up = dot_rows(b_x, b_up, acc_up)
-    o_choice = o_t[:, None] * TOPK + o_j[None, :]
-    m_choice = m_t[:, None] & (o_j < TOPK)[None, :]
-    is_chosen = tl.load(ids_ptr + o_choice, mask=m_choice, other=-1) == expert
-    weight = tl.sum(tl.where(is_chosen, tl.load(weights_ptr + o_choice, mask=m_choice, other=0.0), 0.0), 1) * scaling
-    is_row = tl.sum(is_chosen.to(tl.int32), 1) > 0
-    if slot == num_pairs:
-        weight = tl.full([BLOCK_T], 1.0, tl.float32)
-        is_row = m_t
     b_act = tl.where(is_row[:, None], swiglu(acc_gate, acc_up, alpha, beta, limit) * weight[:, None], 0.0)
     p_act = act_ptr + (slot * num_tokens + o_t)[:, None] * WIDTH + o_n[None, :]
     tl.store(p_act, b_act.to(act_ptr.dtype.element_ty), mask=m_t[:, None] & m_n[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs"])
 def _few_down_kernel(
-    act_ptr, w_ptr, scale_ptr, experts_ptr, slots_ptr, count_ptr, out_ptr, num_tokens,
+    act_ptr, w_ptr, scale_ptr, ids_ptr, experts_ptr, slots_ptr, count_ptr, out_ptr, num_tokens, num_pairs,
     H: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    MXFP8: tl.constexpr, PDL: tl.constexpr,
+    NUM_HINTS: tl.constexpr, MXFP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the hidden width,); out is [T, H]."""
     STEPS: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
@@ -96,6 +97,12 @@ def _few_down_kernel(
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < H
     acc = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
+    if PDL and NUM_HINTS > 0:
+        # The choices were there before the first product started: its weights and these can come at the same time.
+        o_p = tl.arange(0, NUM_HINTS)
+        b_expert = tl.load(ids_ptr + o_p, mask=o_p < num_pairs, other=0)
+        p_w = w_ptr + (b_expert.to(tl.int64)[:, None] * H + tl.minimum(o_n, H - 1)[None, :]) * WIDTH
+        hint_read(p_w, WIDTH * (w_ptr.dtype.element_ty.primitive_bitwidth // 8) // 16 * 16)
     wait_for_inputs(PDL)
     for i in range(tl.load(count_ptr) * STEPS):
         begin = (i % STEPS) * BLOCK_K
@@ -134,8 +141,11 @@ def moe_few(
         **gate_up_config.options(), **pdl,
     )  # fmt: skip
     values, scales, is_mxfp8 = stored(w2)
+    num_pairs = num_tokens * topk
+    fits_cache = num_pairs * hidden * width * values.element_size() <= _HINT_BYTES
     _few_down_kernel[(triton.cdiv(hidden, down_config.block_n),)](
-        act, values, scales, experts, slots, count, out, num_tokens,
-        H=hidden, WIDTH=width, BLOCK_T=MAX_TOKENS, MXFP8=is_mxfp8, **down_config.options(), **pdl,
+        act, values, scales, expert_ids, experts, slots, count, out, num_tokens, num_pairs,
+        H=hidden, WIDTH=width, BLOCK_T=MAX_TOKENS, NUM_HINTS=triton.next_power_of_2(num_pairs) if fits_cache else 0,
+        MXFP8=is_mxfp8, **down_config.options(), **pdl,
     )  # fmt: skip
     return out

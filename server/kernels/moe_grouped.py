@@ -17,17 +17,10 @@ from server.kernels.moe_plan import ExpertPlan
 from server.kernels.moe_tiles import Activation, Weight, dot_rows, stored, swiglu, weight_tile
 
 
-@triton.jit
-def row_weights(weights_ptr, b_pair, m_row, num_pairs, scaling):
-    """Weights of rows, scaled; 1 where the pair belongs to the shared expert."""
-    b_weight = tl.load(weights_ptr + b_pair, mask=m_row & (b_pair < num_pairs), other=0.0) * scaling
-    return tl.where(b_pair < num_pairs, b_weight, 1.0)
-
-
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_kernel(
-    x_ptr, w_ptr, scale_ptr, pair_of_row_ptr, weights_ptr, tiles_ptr, num_tiles_ptr, act_ptr, num_pairs,
-    alpha, beta, limit, scaling, stride_x,
+    x_ptr, w_ptr, scale_ptr, pair_of_row_ptr, row_weights_ptr, tiles_ptr, num_tiles_ptr, act_ptr, num_pairs,
+    alpha, beta, limit, stride_x,
     H: tl.constexpr, WIDTH: tl.constexpr, TOPK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, MXFP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +48,7 @@ def _gate_up_kernel(
         b_x = tl.load(p_x + o_k[None, :], mask=m_m[:, None] & (o_k < H)[None, :], other=0.0)
         acc_gate = dot_rows(b_x, b_gate, acc_gate)
         acc_up = dot_rows(b_x, b_up, acc_up)
-    b_weight = row_weights(weights_ptr, b_pair, m_m, num_pairs, scaling)
+    b_weight = tl.load(row_weights_ptr + o_row, mask=m_m, other=0.0)
     b_act = swiglu(acc_gate, acc_up, alpha, beta, limit) * b_weight[:, None]
     p_act = act_ptr + o_row.to(tl.int64)[:, None] * WIDTH + o_n[None, :]
     tl.store(p_act, b_act.to(act_ptr.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
@@ -88,30 +81,27 @@ def _down_kernel(
 
 
 def grouped_gate_up(
-    x: Tensor, w13: Weight, weights: Tensor, plan: ExpertPlan, activation: Activation, scaling: float, max_rows: int,
-    config: TileConfig,
-) -> Tensor:  # fmt: skip
-    """Activations [R, I] of x [T, H] in expert order, times the weights [T, k] of their choices; tiles of `max_rows` rows."""
-    num_tokens, topk = weights.shape
+    x: Tensor, w13: Weight, plan: ExpertPlan, topk: int, activation: Activation, block_m: int, config: TileConfig
+) -> Tensor:
+    """Activations [R, width] of x [T, H] in expert order, times the weights of their choices; tiles of `block_m` rows."""
     width, hidden = w13.shape[1] // 2, w13.shape[2]
     act = x.new_empty((plan.num_rows, width))
     values, scales, is_mxfp8 = stored(w13)
     _gate_up_kernel[(triton.cdiv(width, config.block_n), plan.max_tiles)](
-        x, values, scales, plan.pair_of_row, weights, plan.tiles, plan.num_tiles, act, num_tokens * topk,
-        activation.alpha, activation.beta, activation.limit, scaling, x.stride(0),
-        H=hidden, WIDTH=width, TOPK=topk, BLOCK_M=max(16, max_rows), MXFP8=is_mxfp8,
-        **config.options(), **pdl_options(x.device),
+        x, values, scales, plan.pair_of_row, plan.row_weights, plan.tiles, plan.num_tiles, act, plan.row_of_pair.shape[0],
+        activation.alpha, activation.beta, activation.limit, x.stride(0),
+        H=hidden, WIDTH=width, TOPK=topk, BLOCK_M=block_m, MXFP8=is_mxfp8, **config.options(), **pdl_options(x.device),
     )  # fmt: skip
     return act
 
 
-def grouped_down(act: Tensor, w2: Weight, plan: ExpertPlan, max_rows: int, config: TileConfig) -> Tensor:
-    """Results [R, H] of activations [R, I] in expert order; tiles of `max_rows` rows."""
+def grouped_down(act: Tensor, w2: Weight, plan: ExpertPlan, block_m: int, config: TileConfig) -> Tensor:
+    """Results [R, H] of activations [R, I] in expert order; tiles of `block_m` rows."""
     hidden, width = w2.shape[1], w2.shape[2]
     out = act.new_empty((plan.num_rows, hidden))
     values, scales, is_mxfp8 = stored(w2)
     _down_kernel[(triton.cdiv(hidden, config.block_n), plan.max_tiles)](
-        act, values, scales, plan.tiles, plan.num_tiles, out, H=hidden, WIDTH=width, BLOCK_M=max(16, max_rows), MXFP8=is_mxfp8,
+        act, values, scales, plan.tiles, plan.num_tiles, out, H=hidden, WIDTH=width, BLOCK_M=block_m, MXFP8=is_mxfp8,
         **config.options(), **pdl_options(act.device),
     )  # fmt: skip
     return out

@@ -1,11 +1,12 @@
 """Routed experts on a Triton backend: which of the kernels serves how many tokens."""
 
+import torch
 from torch import Tensor
 
-from server.kernels.moe_configs import few_configs, grouped_config
+from server.kernels.moe_configs import few_configs, grouped_config, hopper_config
 from server.kernels.moe_few import MAX_PAIRS, moe_few
 from server.kernels.moe_grouped import grouped_down, grouped_gate_up
-from server.kernels.moe_plan import combine_rows, plan_experts
+from server.kernels.moe_plan import combine_rows, gather_rows, plan_experts
 from server.kernels.moe_tiles import Activation, Weight, stored
 
 
@@ -30,7 +31,24 @@ def moe_triton(
     few = few_configs(num_tokens, width, is_mxfp8)
     if few and num_tokens * topk <= MAX_PAIRS:
         return moe_few(x, w13, w2, expert_ids, weights, activation, scaling, has_shared, *few)
-    max_rows, config = grouped_config(num_tokens * topk / w2.shape[0], x.element_size())
-    plan = plan_experts(expert_ids, w2.shape[0] - has_shared, has_shared, max_rows)
-    act = grouped_gate_up(x, w13, weights, plan, activation, scaling, max_rows, config)
-    return combine_rows(grouped_down(act, w2, plan, max_rows, config), plan, topk, has_shared)
+    num_routed = w2.shape[0] - has_shared
+    rows_per_expert = num_tokens * topk / num_routed
+    if uses_hopper_products(x, w13, w2):
+        from server.kernels.moe_hopper import grouped_hopper
+
+        hopper = hopper_config(rows_per_expert, is_mxfp8)
+        plan = plan_experts(expert_ids, weights, scaling, num_routed, has_shared, hopper.step_rows, hopper.sizes[-1])
+        rows = gather_rows(x, plan, topk, permute=is_mxfp8)
+        act = grouped_hopper(rows, w13, plan, activation, hopper)
+        return combine_rows(grouped_hopper(act, w2, plan, None, hopper), plan, topk, has_shared)
+    block_m, config = grouped_config(rows_per_expert, x.element_size())
+    plan = plan_experts(expert_ids, weights, scaling, num_routed, has_shared, block_m, block_m)
+    act = grouped_gate_up(x, w13, plan, topk, activation, block_m, config)
+    return combine_rows(grouped_down(act, w2, plan, block_m, config), plan, topk, has_shared)
+
+
+def uses_hopper_products(x: Tensor, w13: Weight, w2: Weight) -> bool:
+    """Whether the kernels of `moe_hopper` serve these tensors: bf16 activations, widths in multiples of 128."""
+    is_hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
+    fits = w13.shape[1] % 256 == 0 and w13.shape[2] % 128 == 0 and stored(w13)[2] == stored(w2)[2]
+    return is_hopper and fits and x.dtype == torch.bfloat16

@@ -111,18 +111,20 @@ def test_no_tokens():
 @pytest.mark.parametrize("kind", ["random", "one expert", "few experts"])
 @pytest.mark.parametrize(("num_tokens", "has_shared"), [(1, True), (33, False), (130, True)])
 def test_plan_covers_every_row_once_in_tiles_of_one_expert(kind, num_tokens, has_shared):
-    num_experts, topk, max_rows = 7, 2, 16
-    expert_ids, _ = routing(kind, num_tokens, num_experts, topk)
-    plan = plan_experts(expert_ids.to(DEVICE), num_experts, has_shared, max_rows)
+    num_experts, topk = 7, 2
+    expert_ids, weights = routing(kind, num_tokens, num_experts, topk)
+    plan = plan_experts(expert_ids.to(DEVICE), weights.to(DEVICE), 2.0, num_experts, has_shared, 16, 24)
     flat = torch.cat([expert_ids.flatten(), torch.full((num_tokens if has_shared else 0,), num_experts)])
     order = flat.argsort(stable=True)
     assert torch.equal(plan.pair_of_row.cpu().long(), order)
     assert torch.equal(plan.row_of_pair.cpu().long(), order.argsort()[: expert_ids.numel()])
+    expected = torch.cat([weights.flatten() * 2.0, torch.ones(num_tokens if has_shared else 0)])
+    assert torch.equal(plan.row_weights.cpu(), expected[order])
     tiles = plan.tiles[: int(plan.num_tiles)].tolist()
     assert len(tiles) <= plan.max_tiles
     covered = []
     for expert, first, rows, _ in tiles:
-        assert 0 < rows <= max_rows
+        assert 0 < rows <= 24
         assert set(flat[order[first : first + rows]].tolist()) == {expert}
         covered += range(first, first + rows)
     assert covered == list(range(plan.num_rows))
