@@ -77,13 +77,13 @@ def measured_with(command: str) -> dict[str, object]:
     }
 
 
-def write_json(rows: Sequence[Row], command: str, folder: Path) -> Path:
-    """Write rows to `folder`/kernels-<device>.json; rows of stages that were not measured this time stay as they were.
+def write_json(rows: Sequence[Row], command: str, folder: Path, what: str = "kernels") -> Path:
+    """Write rows to `folder`/<what>-<device>.json; rows of stages that were not measured this time stay as they were.
 
     Every stage names the command, date and versions that it was measured with.
     """
     device = torch.cuda.get_device_name()
-    path = folder / f"kernels-{device.lower().replace(' ', '-')}.json"
+    path = folder / f"{what}-{device.lower().replace(' ', '-')}.json"
     folder.mkdir(parents=True, exist_ok=True)
     measured = measured_with(command)
     stages = {row.stage for row in rows}

@@ -32,6 +32,20 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 
 @triton.jit
+def wait_for_inputs_only(PDL: tl.constexpr):
+    """Wait as `wait_for_inputs` does, but keep the kernel behind this one waiting, which would take its place on the device."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def start_next(PDL: tl.constexpr):
+    """Let the kernel behind this one start its hints."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
 def hint_read(pointers, NUM_BYTES: tl.constexpr):
     """Ask for NUM_BYTES (a multiple of 16) from each pointer, rounded down to 16 bytes, to come to the second-level cache."""
     addresses = pointers.to(tl.int64, bitcast=True) & -16

@@ -1,6 +1,7 @@
 """Tile sizes of the grouped products: tuned entries for an H200, and rules for everything else."""
 
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True)
@@ -54,40 +55,51 @@ class HopperConfig:
         return min(self.sizes[-1], 256)
 
 
-def few_configs(num_tokens: int, width: int, is_mxfp8: bool) -> tuple[TileConfig, TileConfig] | None:
-    """Tiles of the first and the second product for a few tokens; None where sorting them is faster."""
-    if num_tokens > 16:
+def few_configs(num_tokens: int, width: int) -> tuple[TileConfig, TileConfig] | None:
+    """Tiles of the first and the second product for a few tokens; None where sorting them is as fast."""
+    if num_tokens > (8 if width >= 1024 else 16):
         return None
-    if is_mxfp8:
-        return TileConfig(32, 128, 4, 4), TileConfig(16, 128, 2, 12)
-    gate_up = TileConfig(32, 128, 2, 4)
-    return gate_up, TileConfig(32, 256, 4, 8) if width >= 1024 else TileConfig(32, 128, 2, 8)
+    if width >= 1024:
+        return TileConfig(32, 128, 2, 4), TileConfig(32, 256, 2, 8)
+    return TileConfig(32, 128, 4, 8) if num_tokens <= 2 else TileConfig(32, 128, 2, 4), TileConfig(32, 128, 2, 12)
 
 
 def grouped_config(rows_per_expert: float, element_size: int) -> tuple[int, TileConfig]:
     """Rows per tile and tiles of the weight for both products of the plain Triton kernels."""
-    block_k = 64 if element_size == 2 else 32
     if rows_per_expert <= 8:
-        return 16, TileConfig(32, 2 * block_k, 4, 4)
+        return 16, TileConfig(32, 256, 4, 3) if element_size == 2 else TileConfig(32, 64, 4, 3)
+    block_k = 128 if element_size == 2 else 32
+    if rows_per_expert <= 24:
+        return 32, TileConfig(64, block_k, 4, 3)
     if rows_per_expert <= 64:
-        return 64, TileConfig(64, block_k, 4, 3)
-    return 128, TileConfig(64, block_k, 8, 3)
+        return 64, TileConfig(64, block_k // 2, 4, 3)
+    return 128, TileConfig(64, block_k // 2, 8, 3)
 
 
-def hopper_config(rows_per_expert: float, is_mxfp8: bool) -> HopperConfig:
-    """Row tiles and rings of the Hopper kernels for both products."""
-    if is_mxfp8:
-        if rows_per_expert <= 4:
-            return HopperConfig((16,), 2, 5, 0, 2)
-        if rows_per_expert <= 32:
-            return HopperConfig((16, 32, 64), 2, 5)
-        if rows_per_expert <= 96:
-            return HopperConfig((64, 128), 2, 4, 6)
-        return HopperConfig((128, 256, 288), 2, 3, 4)
-    if rows_per_expert <= 4:
-        return HopperConfig((16,), 2, 5)
-    if rows_per_expert <= 32:
-        return HopperConfig((16, 32, 64), 1, 8)
-    if rows_per_expert <= 96:
-        return HopperConfig((64, 128), 1, 5)
-    return HopperConfig((128, 256, 288), 1, 4)
+def hopper_configs(rows_per_expert: float, is_mxfp8: bool) -> tuple[HopperConfig, HopperConfig]:
+    """Rings of the Hopper kernels for the first and the second product; both have the same row tiles."""
+    for largest, first, second in _HOPPER[is_mxfp8]:
+        if rows_per_expert <= largest:
+            return first, second
+    raise AssertionError("the last entry has no bound")
+
+
+def _same(config: HopperConfig) -> tuple[HopperConfig, HopperConfig]:
+    return config, config
+
+
+# By format: (up to how many rows per expert on average, first product, second product), tuned on an H200.
+_HOPPER = {
+    False: (
+        (4.0, *_same(HopperConfig((16,), 2, 5))),
+        (32.0, *_same(HopperConfig((16, 32), 2, 5))),
+        (96.0, *_same(HopperConfig((64, 128), 1, 5))),
+        (inf, *_same(HopperConfig((128, 256, 288), 1, 4))),
+    ),
+    True: (
+        (4.0, HopperConfig((16,), 4, 5), HopperConfig((16,), 2, 4, 0, 2)),
+        (32.0, *_same(HopperConfig((32, 64), 2, 6))),
+        (96.0, *_same(HopperConfig((64, 128), 2, 4))),
+        (inf, *_same(HopperConfig((128, 256, 288), 2, 3, 4))),
+    ),
+}

@@ -8,18 +8,19 @@ of tokens that did not choose it become zeros. The weight of a choice goes into 
 # Parameters of kernels have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.kernels.launch import hint_read, pdl_options, wait_for_inputs
+from server.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_for_inputs_only
 from server.kernels.moe_configs import TileConfig
 from server.kernels.moe_tiles import Activation, Weight, dot_rows, stored, swiglu, weight_tile
 
 MAX_TOKENS = 16
 MAX_PAIRS = 64
-_HINT_BYTES = 20 << 20  # of a cache of 50 MB
 
 
 @triton.jit
@@ -39,8 +40,8 @@ def _few_gate_up_kernel(
     x_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, act_ptr, experts_ptr, slots_ptr, count_ptr, num_tokens,
     alpha, beta, limit, scaling, stride_x,
     H: tl.constexpr, WIDTH: tl.constexpr, TOPK: tl.constexpr, SHARED_EXPERT: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MXFP8: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MXFP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the width, slots); a slot is a (token, choice) pair or, last, the shared expert. act is [slots, T, I]."""
     slot = tl.program_id(1)
@@ -49,7 +50,7 @@ def _few_gate_up_kernel(
     o_t = tl.arange(0, BLOCK_T)
     o_j = tl.arange(0, BLOCK_J)
     m_t = o_t < num_tokens
-    wait_for_inputs(PDL)
+    wait_for_inputs_only(PDL)
     b_ids = tl.load(ids_ptr + o_p, mask=o_p < num_pairs, other=-1)
     expert = tl.load(ids_ptr + slot, mask=slot < num_pairs, other=SHARED_EXPERT)
     if tl.program_id(0) == 0:
@@ -79,16 +80,17 @@ def _few_gate_up_kernel(
         b_x = tl.load(x_ptr + o_t[:, None] * stride_x + o_k[None, :], mask=m_x, other=0.0)
         acc_gate = dot_rows(b_x, b_gate, acc_gate)
         acc_up = dot_rows(b_x, b_up, acc_up)
+    start_next(PDL)
     b_act = tl.where(is_row[:, None], swiglu(acc_gate, acc_up, alpha, beta, limit) * weight[:, None], 0.0)
     p_act = act_ptr + (slot * num_tokens + o_t)[:, None] * WIDTH + o_n[None, :]
     tl.store(p_act, b_act.to(act_ptr.dtype.element_ty), mask=m_t[:, None] & m_n[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pairs"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _few_down_kernel(
-    act_ptr, w_ptr, scale_ptr, ids_ptr, experts_ptr, slots_ptr, count_ptr, out_ptr, num_tokens, num_pairs,
+    act_ptr, w_ptr, scale_ptr, experts_ptr, slots_ptr, count_ptr, out_ptr, num_tokens,
     H: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_HINTS: tl.constexpr, MXFP8: tl.constexpr, PDL: tl.constexpr,
+    MXFP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the hidden width,); out is [T, H]."""
     STEPS: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
@@ -97,15 +99,9 @@ def _few_down_kernel(
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < H
     acc = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
-    if PDL and NUM_HINTS > 0:
-        # The choices were there before the first product started: its weights and these can come at the same time.
-        o_p = tl.arange(0, NUM_HINTS)
-        b_expert = tl.load(ids_ptr + o_p, mask=o_p < num_pairs, other=0)
-        p_w = w_ptr + (b_expert.to(tl.int64)[:, None] * H + tl.minimum(o_n, H - 1)[None, :]) * WIDTH
-        hint_read(p_w, WIDTH * (w_ptr.dtype.element_ty.primitive_bitwidth // 8) // 16 * 16)
     wait_for_inputs(PDL)
     for i in range(tl.load(count_ptr) * STEPS):
-        begin = (i % STEPS) * BLOCK_K
+        begin = i % STEPS * BLOCK_K
         slot = tl.load(slots_ptr + i // STEPS)
         expert = tl.load(experts_ptr + i // STEPS)
         o_k = begin + tl.arange(0, BLOCK_K)
@@ -119,33 +115,55 @@ def _few_down_kernel(
     tl.store(out_ptr + o_t[:, None] * H + o_n[None, :], acc.to(out_ptr.dtype.element_ty), mask=m_t[:, None] & m_n[None, :])
 
 
-def moe_few(
-    x: Tensor, w13: Weight, w2: Weight, expert_ids: Tensor, weights: Tensor, activation: Activation, scaling: float,
-    has_shared: bool, gate_up_config: TileConfig, down_config: TileConfig,
-) -> Tensor:  # fmt: skip
-    """As `moe` for up to MAX_TOKENS tokens and MAX_PAIRS choices, in two launches."""
-    num_tokens, hidden = x.shape
-    topk, (num_experts, _, width) = expert_ids.shape[1], w2.shape
+@dataclass(frozen=True)
+class FewActivations:
+    """What the first product leaves to the second.
+
+    Attributes:
+        act: [slots, T, width]: activations times weights, zero for tokens that did not choose a slot's expert.
+        experts: [slots] int32: distinct experts, in the order of their slots.
+        slots: [slots] int32: slots of these experts.
+        count: [1] int32: how many these are.
+    """
+
+    act: Tensor
+    experts: Tensor
+    slots: Tensor
+    count: Tensor
+
+
+def few_gate_up(
+    x: Tensor, w13: Weight, expert_ids: Tensor, weights: Tensor, activation: Activation, scaling: float, has_shared: bool,
+    config: TileConfig,
+) -> FewActivations:  # fmt: skip
+    """The first product of up to MAX_TOKENS tokens and MAX_PAIRS choices."""
+    num_tokens, topk = expert_ids.shape
+    num_experts, width, hidden = w13.shape[0], w13.shape[1] // 2, w13.shape[2]
     num_slots = num_tokens * topk + has_shared
-    act = x.new_empty((num_slots, num_tokens, width))
     lists = torch.empty((2 * num_slots + 1,), dtype=torch.int32, device=x.device)
-    experts, slots, count = lists[:num_slots], lists[num_slots : 2 * num_slots], lists[2 * num_slots :]
-    out = x.new_empty((num_tokens, hidden))
-    pdl = pdl_options(x.device)
+    found = FewActivations(
+        act=x.new_empty((num_slots, num_tokens, width)),
+        experts=lists[:num_slots],
+        slots=lists[num_slots : 2 * num_slots],
+        count=lists[2 * num_slots :],
+    )
     values, scales, is_mxfp8 = stored(w13)
-    _few_gate_up_kernel[(triton.cdiv(width, gate_up_config.block_n), num_slots)](
-        x, values, scales, expert_ids, weights, act, experts, slots, count, num_tokens,
+    _few_gate_up_kernel[(triton.cdiv(width, config.block_n), num_slots)](
+        x, values, scales, expert_ids, weights, found.act, found.experts, found.slots, found.count, num_tokens,
         activation.alpha, activation.beta, activation.limit, scaling, x.stride(0),
-        H=hidden, WIDTH=width, TOPK=topk, SHARED_EXPERT=num_experts - 1, BLOCK_T=MAX_TOKENS,
-        BLOCK_P=MAX_PAIRS, BLOCK_J=triton.next_power_of_2(topk), MXFP8=is_mxfp8,
-        **gate_up_config.options(), **pdl,
+        H=hidden, WIDTH=width, TOPK=topk, SHARED_EXPERT=num_experts - 1, BLOCK_T=MAX_TOKENS, BLOCK_P=MAX_PAIRS,
+        BLOCK_J=triton.next_power_of_2(topk), MXFP8=is_mxfp8, **config.options(), **pdl_options(x.device),
     )  # fmt: skip
+    return found
+
+
+def few_down(found: FewActivations, w2: Weight, config: TileConfig) -> Tensor:
+    """The second product, summed over experts: [T, H]."""
+    num_tokens, hidden, width = found.act.shape[1], w2.shape[1], w2.shape[2]
+    out = found.act.new_empty((num_tokens, hidden))
     values, scales, is_mxfp8 = stored(w2)
-    num_pairs = num_tokens * topk
-    fits_cache = num_pairs * hidden * width * values.element_size() <= _HINT_BYTES
-    _few_down_kernel[(triton.cdiv(hidden, down_config.block_n),)](
-        act, values, scales, expert_ids, experts, slots, count, out, num_tokens, num_pairs,
-        H=hidden, WIDTH=width, BLOCK_T=MAX_TOKENS, NUM_HINTS=triton.next_power_of_2(num_pairs) if fits_cache else 0,
-        MXFP8=is_mxfp8, **down_config.options(), **pdl,
+    _few_down_kernel[(triton.cdiv(hidden, config.block_n),)](
+        found.act, values, scales, found.experts, found.slots, found.count, out, num_tokens,
+        H=hidden, WIDTH=width, BLOCK_T=MAX_TOKENS, MXFP8=is_mxfp8, **config.options(), **pdl_options(out.device),
     )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.kernels.launch import pdl_options, wait_for_inputs
+from server.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_for_inputs_only
 from server.kernels.moe_configs import TileConfig
 from server.kernels.moe_plan import ExpertPlan
 from server.kernels.moe_tiles import Activation, Weight, dot_rows, stored, swiglu, weight_tile
@@ -25,7 +25,7 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr, MXFP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the width, bound of row tiles); x is gathered, act is [rows, I]."""
-    wait_for_inputs(PDL)
+    wait_for_inputs_only(PDL)
     if tl.program_id(1) >= tl.load(num_tiles_ptr):
         return
     p_tile = tiles_ptr + tl.program_id(1) * 4
@@ -48,6 +48,7 @@ def _gate_up_kernel(
         b_x = tl.load(p_x + o_k[None, :], mask=m_m[:, None] & (o_k < H)[None, :], other=0.0)
         acc_gate = dot_rows(b_x, b_gate, acc_gate)
         acc_up = dot_rows(b_x, b_up, acc_up)
+    start_next(PDL)
     b_weight = tl.load(row_weights_ptr + o_row, mask=m_m, other=0.0)
     b_act = swiglu(acc_gate, acc_up, alpha, beta, limit) * b_weight[:, None]
     p_act = act_ptr + o_row.to(tl.int64)[:, None] * WIDTH + o_n[None, :]

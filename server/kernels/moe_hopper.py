@@ -20,8 +20,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from server.kernels.hopper import copy_tile
+from server.kernels.launch import pdl_options
 from server.kernels.moe_configs import HopperConfig
 from server.kernels.moe_plan import ExpertPlan
 from server.kernels.moe_tiles import Activation, Weight, stored
@@ -203,7 +205,7 @@ def _multiply_plain(
 @gluon.jit
 def _multiply_mxfp8_narrow(
     w_bufs, x_bufs, tail_bufs, w_ready, w_empty, i_first, p_scale,
-    HALF: gl.constexpr, STEPS: gl.constexpr, MAIN: gl.constexpr, W_STAGES: gl.constexpr,
+    HALF: gl.constexpr, STEPS: gl.constexpr, MAIN: gl.constexpr, W_PARTS: gl.constexpr, W_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Few columns: what takes time is the copies and the conversion, so that the products are waited for at once."""
     UNROLL: gl.constexpr = 4 if STEPS % 4 == 0 else (3 if STEPS % 3 == 0 else 2 - STEPS % 2)
@@ -216,12 +218,15 @@ def _multiply_mxfp8_narrow(
     words_3 = gl.load(p_scale + (3 if UNROLL > 3 else 0))
     for block in range(STEPS // UNROLL):
         for u in gl.static_range(UNROLL):
-            i = i_first + block * UNROLL + u
+            step = block * UNROLL + u
+            i = i_first + step // W_PARTS
             stage = i % W_STAGES
-            p_next = p_scale + gl.minimum(block * UNROLL + u + UNROLL, STEPS - 1)
-            mbarrier.wait(w_ready.index(stage), (i // W_STAGES) & 1)
+            p_next = p_scale + gl.minimum(step + UNROLL, STEPS - 1)
+            if u % W_PARTS == 0:
+                mbarrier.wait(w_ready.index(stage), (i // W_STAGES) & 1)
             words = words_0 if u == 0 else (words_1 if u == 1 else (words_2 if u == 2 else words_3))
-            first, second = _fragments(w_bufs.index(stage * 2 + HALF), words, mma)
+            part = stage * W_PARTS + u % W_PARTS
+            first, second = _fragments(w_bufs.index((stage * 2 + HALF) * W_PARTS + u % W_PARTS), words, mma)
             if u == 0:
                 words_0 = gl.load(p_next)
             if u == 1:
@@ -230,10 +235,11 @@ def _multiply_mxfp8_narrow(
                 words_2 = gl.load(p_next)
             if u == 3:
                 words_3 = gl.load(p_next)
-            acc = warpgroup_mma(first, _columns(x_bufs, tail_bufs, stage * 2, MAIN, False), acc, is_async=True)
-            acc = warpgroup_mma(second, _columns(x_bufs, tail_bufs, stage * 2 + 1, MAIN, False), acc, is_async=True)
+            acc = warpgroup_mma(first, _columns(x_bufs, tail_bufs, part * 2, MAIN, False), acc, is_async=True)
+            acc = warpgroup_mma(second, _columns(x_bufs, tail_bufs, part * 2 + 1, MAIN, False), acc, is_async=True)
             acc, first, second = warpgroup_mma_wait(0, deps=(acc, first, second))
-            mbarrier.arrive(w_empty.index(stage))
+            if u % W_PARTS == W_PARTS - 1:
+                mbarrier.arrive(w_empty.index(stage))
     return acc
 
 
@@ -298,19 +304,17 @@ def _store_chunk(
         up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
         hidden = gate / (1.0 + gl.exp(-alpha * gate)) * (up + beta)
         if MXFP8:
-            # Rows are (c1 c0, s0 j1 j0); columns of the output go in the order s0 j0 c1 c0 j1.
+            # Bits of a row, high to low: c1 c0 s0 j1 j0; columns of the output go in the order s0 j0 c1 c0 j1.
             hidden = hidden.reshape([4, 2, 2, 2, n]).permute((1, 3, 0, 2, 4))
         hidden = hidden.reshape([32, n])
         layout: gl.constexpr = hidden.type.layout
         o_n = begin + gl.arange(0, n, layout=gl.SliceLayout(0, layout))
         weight = gl.load(row_weight_ptr + o_n, mask=o_n < num_rows, other=0.0)
         hidden = hidden * weight[None, :]
-        out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-        WIDTH: gl.constexpr = 32
     else:
         hidden = acc
-        out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        WIDTH: gl.constexpr = 64
+    WIDTH: gl.constexpr = 32 if GATED else 64
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     b_out = gl.convert_layout(hidden.to(p_out.dtype.element_ty).permute((1, 0)), out_layout)
     o_r = begin + gl.arange(0, n, layout=gl.SliceLayout(1, out_layout))
     o_c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, out_layout))
@@ -364,8 +368,9 @@ def _multiply_and_store(
         p_scale = scale_ptr.to(gl.pointer_type(gl.uint32)) + o_row * (K // 128)
         if X_STAGES == 0:
             acc = _multiply_mxfp8_narrow(
-                w_bufs, x_bufs, tail_bufs, w_ready, w_empty, i_first, p_scale, HALF, STEPS, MAIN, W_STAGES
-            )
+                w_bufs, x_bufs, tail_bufs, w_ready, w_empty, i_first, p_scale,
+                HALF, K // 128, MAIN, PARTS // 2, W_STAGES,
+            )  # fmt: skip
             acc_tail = acc
         else:
             acc, acc_tail = _multiply_mxfp8_wide(
@@ -419,7 +424,7 @@ def _multiply_tiles(
 def _grouped_hopper_kernel(
     w_desc, x_desc, scale_ptr, out_ptr, row_weight_ptr, tiles_ptr, num_tiles_ptr, alpha, beta, limit,
     N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, MXFP8: gl.constexpr, SIZES: gl.constexpr, X_BOX: gl.constexpr,
-    PARTS: gl.constexpr, W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    PARTS: gl.constexpr, W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One-dimensional grid; program i takes the work items i, i + programs, ... An item is a row tile and 128 weight rows.
 
@@ -446,6 +451,9 @@ def _grouped_hopper_kernel(
     for stage in gl.static_range(X_STAGES):
         mbarrier.init(x_ready.index(stage), count=1)
         mbarrier.init(x_empty.index(stage), count=2)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     num_tiles = gl.load(num_tiles_ptr)
     gl.warp_specialize(
         [
@@ -510,12 +518,14 @@ def grouped_hopper(x: Tensor, weight: Weight, plan: ExpertPlan, activation: Acti
     x_desc = TensorDescriptor(x, list(x.shape), [x.shape[1], 1], x_block, _layout(*x_block, is_byte=False))
     constants = activation or Activation(1.0, 0.0, 0.0)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    parts = config.parts if x.shape[1] % (64 * config.parts) == 0 else config.parts // 2
     two = config.programs_per_processor == 2
     w_tiles = width // (64 if is_gated else 128)
     _grouped_hopper_kernel[(min(processors * config.programs_per_processor, plan.max_tiles * w_tiles),)](
         _weight_descriptor(values, is_gated, is_mxfp8), x_desc, scales, out, plan.row_weights, plan.tiles, plan.num_tiles,
         constants.alpha, constants.beta, constants.limit, N=width, K=x.shape[1], GATED=is_gated, MXFP8=is_mxfp8,
-        SIZES=config.sizes, X_BOX=x_box, PARTS=config.parts, W_STAGES=config.w_stages, X_STAGES=config.x_stages,
+        SIZES=config.sizes, X_BOX=x_box, PARTS=parts, W_STAGES=config.w_stages, X_STAGES=config.x_stages,
         REGISTERS=96 if two else 232, num_warps=4, maxnreg=80 if two else None,
+        **pdl_options(x.device),
     )  # fmt: skip
     return out

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from server.kernels.moe_configs import few_configs, grouped_config, hopper_config
-from server.kernels.moe_few import MAX_PAIRS, moe_few
+from server.kernels.moe_configs import few_configs, grouped_config, hopper_configs
+from server.kernels.moe_few import MAX_PAIRS, few_down, few_gate_up
 from server.kernels.moe_grouped import grouped_down, grouped_gate_up
 from server.kernels.moe_plan import combine_rows, gather_rows, plan_experts
 from server.kernels.moe_tiles import Activation, Weight, stored
@@ -27,20 +27,20 @@ def moe_triton(
     if num_tokens == 0:
         return x.new_empty(x.shape)
     activation = Activation(alpha, beta, limit)
-    is_mxfp8, width = stored(w2)[2], w2.shape[2]
-    few = few_configs(num_tokens, width, is_mxfp8)
-    if few and num_tokens * topk <= MAX_PAIRS:
-        return moe_few(x, w13, w2, expert_ids, weights, activation, scaling, has_shared, *few)
-    num_routed = w2.shape[0] - has_shared
+    is_mxfp8, num_routed = stored(w2)[2], w2.shape[0] - has_shared
     rows_per_expert = num_tokens * topk / num_routed
-    if uses_hopper_products(x, w13, w2):
+    on_hopper = uses_hopper_products(x, w13, w2)
+    few = None if on_hopper and is_mxfp8 else few_configs(num_tokens, w2.shape[2])
+    if few and num_tokens * topk <= MAX_PAIRS:
+        return few_down(few_gate_up(x, w13, expert_ids, weights, activation, scaling, has_shared, few[0]), w2, few[1])
+    if on_hopper:
         from server.kernels.moe_hopper import grouped_hopper
 
-        hopper = hopper_config(rows_per_expert, is_mxfp8)
-        plan = plan_experts(expert_ids, weights, scaling, num_routed, has_shared, hopper.step_rows, hopper.sizes[-1])
+        first, second = hopper_configs(rows_per_expert, is_mxfp8)
+        plan = plan_experts(expert_ids, weights, scaling, num_routed, has_shared, first.step_rows, first.sizes[-1])
         rows = gather_rows(x, plan, topk, permute=is_mxfp8)
-        act = grouped_hopper(rows, w13, plan, activation, hopper)
-        return combine_rows(grouped_hopper(act, w2, plan, None, hopper), plan, topk, has_shared)
+        act = grouped_hopper(rows, w13, plan, activation, first)
+        return combine_rows(grouped_hopper(act, w2, plan, None, second), plan, topk, has_shared)
     block_m, config = grouped_config(rows_per_expert, x.element_size())
     plan = plan_experts(expert_ids, weights, scaling, num_routed, has_shared, block_m, block_m)
     act = grouped_gate_up(x, w13, plan, topk, activation, block_m, config)
