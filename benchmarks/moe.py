@@ -116,14 +116,15 @@ def case_rows(case: Case) -> Iterator[Row]:
     yield make_row("moe_down", case.name, down_time, limits[1])
     both = Timing(*(a + b for a, b in zip(_numbers(up_time), _numbers(down_time), strict=True)))
     yield make_row("moe_products", case.name, both, sum(limits), ("moe_up", "moe_down"))
-    includes = ["moe_up", "moe_down"]
+    includes, limit = ["moe_up", "moe_down"], sum(limits)
     if not few:
         num_rows, num_tokens = case.batches[0][1].numel(), case.batches[0][0].shape[0]
         moved = limit_us(2 * HIDDEN * (num_rows + num_tokens), 0)
         yield make_row("moe_sort", case.name, _time([partial(_sort, b, case.is_mxfp8) for b in case.batches]), moved)
         yield make_row("moe_combine", case.name, _time(combines), moved)
         includes += ["moe_sort", "moe_combine"]
-    yield make_row("moe", case.name, _time([partial(_whole, case, b) for b in case.batches]), sum(limits), includes)
+        limit += 2 * moved
+    yield make_row("moe", case.name, _time([partial(_whole, case, b) for b in case.batches]), limit, includes)
 
 
 def _numbers(timing: Timing) -> tuple[float, float, float]:
