@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import RESULTS
-from benchmarks.report import Row, format_row, load_peers, make_row, write_json
+from benchmarks.report import RESULTS, Row, format_row, load_peers, make_row, write_json
 from benchmarks.timing import Timing, limit_us, time_graph
 from server.kernels.moe import moe, route
 from server.kernels.moe_configs import few_configs, hopper_configs
