@@ -8,7 +8,7 @@ docs/benchmarks.md.
 import argparse
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -67,8 +67,8 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def rows_of(arguments: argparse.Namespace, dtype_name: str, parts: set[str]) -> Iterator[StepRow]:
-    """All rows of one type of weights."""
+def rows_of(arguments: argparse.Namespace, dtype_name: str, parts: set[str], done: Sequence[StepRow]) -> Iterator[StepRow]:
+    """All rows of one type of weights; the caller appends each of them to `done`."""
     device = torch.device(arguments.device)
     contexts, chunks = _numbers(arguments.contexts), [tuple(map(int, c.split(":"))) for c in arguments.chunks.split(",")]
     longest = max(*contexts, *map(sum, chunks), arguments.prompt, arguments.loop_context + arguments.loop_tokens)
@@ -99,7 +99,8 @@ def rows_of(arguments: argparse.Namespace, dtype_name: str, parts: set[str]) -> 
     if "decode" in parts:
         yield from decode_rows(bench, batches, contexts, arguments.max_tokens)
     if "loop" in parts:
-        yield from loop_rows(bench, _numbers(arguments.loop_batches), arguments.loop_context, arguments.loop_tokens)
+        before = [row for row in done if row.dtype == name]
+        yield from loop_rows(bench, _numbers(arguments.loop_batches), arguments.loop_context, arguments.loop_tokens, before)
 
 
 def main() -> None:
@@ -111,7 +112,7 @@ def main() -> None:
     file = StepFile(path, device, " ".join(["python -m benchmarks.step", *sys.argv[1:]]))
     print(HEADER)
     for dtype_name in arguments.dtypes.split(","):
-        for row in rows_of(arguments, dtype_name, set(arguments.only.split(","))):
+        for row in rows_of(arguments, dtype_name, set(arguments.only.split(",")), file.rows):
             file.add(row)
         gc.collect()
         if torch.cuda.is_available():

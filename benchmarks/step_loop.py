@@ -255,8 +255,23 @@ def _busy_us(engine_of: Callable[[ScriptedChannel], Engine], submits: Sequence[S
     return union_us((event.time_range.start, event.time_range.end) for event in events)
 
 
-def loop_rows(bench: Bench, batches: Sequence[int], context: int, num_tokens: int) -> Iterator[StepRow]:
-    """Every mode at every batch size."""
+def loop_rows(
+    bench: Bench, batches: Sequence[int], context: int, num_tokens: int, before: Sequence[StepRow]
+) -> Iterator[StepRow]:
+    """Every mode at every batch size; `before` are the rows of this run so far."""
     for batch in batches:
         for mode in MODES:
-            yield loop_row(bench, mode, batch, context, num_tokens)
+            yield with_idle(loop_row(bench, mode, batch, context, num_tokens), before)
+
+
+def with_idle(row: StepRow, before: Sequence[StepRow]) -> StepRow:
+    """The row with `idle_between_steps`, if all parts of such a step were measured before."""
+    parts = (("decode", "slice", row.context), ("head", "logits", None), ("head", "sampling, greedy", None))
+    found = [
+        other.us
+        for other in before
+        if (other.part, other.what, other.context) in parts and other.batch == row.batch and other.us is not None
+    ]
+    if row.us is None or len(found) != len(parts):
+        return row
+    return replace(row, idle_between_steps=round(max(0.0, 1 - sum(found) / row.us), 4))

@@ -31,8 +31,10 @@ class StepRow:
         goal_us: what `us` should not exceed, where one was set.
         page_uses: see `StepCase`.
         distinct_experts: measured mean over the MoE layers; `limit_us` takes the expected one.
-        gpu_busy_us: kernel time of a step, from the profiler.
+        gpu_busy_us: time of a step in which a kernel ran, from the profiler; pauses inside a graph are not in it.
         gpu_idle_share: 1 - `gpu_busy_us` / `us`.
+        idle_between_steps: the share of a step through the loop that its parts, timed alone in this run, leave over: the
+            slice, the logits and greedy sampling.
         cpu_us: processor time of the engine's thread in a step.
         host_us: time of a step that the engine's thread does not wait for the device.
         parts_us: what a projection is made of.
@@ -59,6 +61,7 @@ class StepRow:
     distinct_experts: float | None = None
     gpu_busy_us: float | None = None
     gpu_idle_share: float | None = None
+    idle_between_steps: float | None = None
     cpu_us: float | None = None
     host_us: float | None = None
     parts_us: dict[str, float] | None = None
@@ -68,7 +71,7 @@ class StepRow:
 
 HEADER = (
     f"{'after':>8}  {'part':8} {'what':34} {'dtype':9} {'batch':>5} {'context':>8} {'us':>11} {'us/layer':>10} {'x limit':>8} "
-    f"{'idle':>6} {'cpu us':>8} {'goal us':>9} mode"
+    f"{'idle':>6} {'between':>7} {'cpu us':>8} {'goal us':>9} mode"
 )
 
 
@@ -80,10 +83,11 @@ def format_row(row: StepRow) -> str:
     def cell(value: float | None, width: int, digits: int) -> str:
         return " " * width if value is None else f"{value:{width}.{digits}f}"
 
+    times = f"{cell(row.us, 11, 1)} {cell(row.us_per_layer, 10, 1)} {cell(row.x_limit, 8, 2)}"
+    shares = f"{cell(row.gpu_idle_share, 6, 3)} {cell(row.idle_between_steps, 7, 3)}"
     return (
-        f"{row.part:8} {row.what:34} {row.dtype:9} {row.batch or '':>5} {row.context or '':>8} {cell(row.us, 11, 1)} "
-        f"{cell(row.us_per_layer, 10, 1)} {cell(row.x_limit, 8, 2)} {cell(row.gpu_idle_share, 6, 3)} {cell(row.cpu_us, 8, 0)} "
-        f"{cell(row.goal_us, 9, 0)} {row.mode or ''}"
+        f"{row.part:8} {row.what:34} {row.dtype:9} {row.batch or '':>5} {row.context or '':>8} {times} {shares} "
+        f"{cell(row.cpu_us, 8, 0)} {cell(row.goal_us, 9, 0)} {row.mode or ''}"
     )
 
 

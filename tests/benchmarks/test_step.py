@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from benchmarks import step
-from benchmarks.step_loop import union_us
+from benchmarks.step_loop import union_us, with_idle
 from benchmarks.step_projection import projections
 from benchmarks.step_report import StepRow
 
@@ -46,6 +46,7 @@ def test_every_part_runs(run, dtype):
         assert row["x_limit"] == pytest.approx(row["us_per_layer"] / row["limit_us_per_layer"], rel=0.02)
         assert 2 <= row["distinct_experts"] <= 6
     assert all(row["cpu_us"] > 0 for row in result["rows"] if row["part"] == "loop")
+    assert not any("idle_between_steps" in row for row in result["rows"])  # at another context
 
 
 def test_parts_that_are_not_measured_again_stay(run):
@@ -67,6 +68,22 @@ def test_what_cannot_run_says_why_and_costs_no_other_row(run):
 def test_overlapping_spans_count_once():
     assert union_us([(0, 2), (5, 6), (1, 3), (5.5, 5.6)]) == 4
     assert union_us([]) == 0
+
+
+def test_what_the_parts_of_a_step_leave_over_is_idle():
+    def row(part, what, us, batch=8, context=None):
+        return StepRow(part, what, "mxfp8", batch=batch, context=context, us=us)
+
+    parts = [
+        row("decode", "slice", 700.0, context=8192),
+        row("decode", "slice", 900.0, context=1024),
+        row("head", "logits", 200.0),
+        row("head", "logits", 250.0, batch=1),
+        row("head", "sampling, greedy", 50.0),
+    ]
+    step = row("loop", "step, plain", 1000.0, context=8192)
+    assert with_idle(step, parts).idle_between_steps == pytest.approx(0.05)
+    assert with_idle(step, parts[1:]).idle_between_steps is None
 
 
 def test_a_projection_is_the_sum_of_its_parts(tmp_path):
