@@ -43,14 +43,15 @@ R = TypeVar("R", bound=msgspec.Struct)
 COMMAND: Final = (sys.executable, "-m", "server.api.prepare_worker")
 START_TIMEOUT_S: Final = 120.0
 LEAVE_TIMEOUT_S: Final = 1.0
-# The largest bodies take seconds where the processor is free.
-TIMEOUT_S: Final = 60.0
+# A worker has only the time that nobody else wants; what it may take of that, it limits itself.
+TIMEOUT_S: Final = 300.0
 MAX_WAITING: Final = 64
 # Pieces of a text that a worker tokenizes at the same time; a core is left to everything else.
 NUM_TOKENIZER_THREADS: Final = max(1, min(PIECES_PER_BATCH, len(os.sched_getaffinity(0)) - 1))
 # A worker may die of other things than its body, but not twice in a row.
 NUM_ATTEMPTS: Final = 2
-# The tokenizer's end when there is no more memory.
+# How a worker ends over a body that takes too long, and how the tokenizer ends it when there is no more memory.
+OUT_OF_TIME: Final = -signal.SIGPROF
 OUT_OF_MEMORY: Final = -signal.SIGABRT
 # A worker that keeps more of what a body took is replaced.
 MAX_GROWN_BYTES: Final = 256 << 20
@@ -257,7 +258,7 @@ class PreparePool:
                 except PeerEndedError:
                     logger.error("a prepare worker ended over a request")
                 except TimeoutError:
-                    logger.error("a prepare worker took longer than %g s over a request", self._timeout_s)
+                    logger.error("a prepare worker took too long over a request")
                     raise RequestFailedError("reading the request takes too long") from None
             raise RequestFailedError("the request could not be read")
         finally:
@@ -296,6 +297,8 @@ class PreparePool:
             await self._clear(slot)
             if code == OUT_OF_MEMORY:
                 raise PayloadTooLargeError(TOO_MUCH_MEMORY) from None
+            if code == OUT_OF_TIME:
+                raise TimeoutError from None
             raise
         except (TimeoutError, asyncio.CancelledError):
             assert slot.worker is not None

@@ -43,7 +43,10 @@ from server.media.sandbox import confine, silence
 JOBS: Final[dict[str, Job[Any]]] = {
     job.name: job for job in (CHAT_JOB, COMPLETION_JOB, RESPONSE_JOB, MESSAGES_JOB, COUNT_JOB, TOKENIZE_JOB, DETOKENIZE_JOB)
 }
-NICENESS: Final = 10
+# The lowest priority there is: with one worth a tenth of a core, other streams' gaps grew by half on two busy cores.
+NICENESS: Final = 19
+# For one body; the largest legal ones take 10 s. Not wall time, of which there may be little left for this process.
+CPU_LIMIT_S: Final = 60.0
 # A body of 60 MB takes 0.5 GB; text that the tokenizer cannot cut, or millions of empty lists, take forty times their length.
 MEMORY_BYTES: Final = 2 << 30
 # What pydantic's parser raises when there is no more memory; it cannot be imported, and is no `Exception`.
@@ -99,9 +102,12 @@ def serve(connection: socket.socket, parent_pid: int, log: LogKeeper) -> None:
     start_bytes = resident_bytes()
     while True:
         task = receive(connection, Task)
-        answer, following = prepare(checker, JOBS[task.job], receive_exactly(connection, task.num_bytes))
+        raw = receive_exactly(connection, task.num_bytes)
+        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # its signal ends the process
+        answer, following = prepare(checker, JOBS[task.job], raw)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         send(connection, msgspec.structs.replace(answer, log=log.take()), following)
-        del answer, following
+        del raw, answer, following
         send(connection, Idle(resident_bytes() - start_bytes))
 
 

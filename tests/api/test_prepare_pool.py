@@ -111,6 +111,9 @@ def scripted(checker, job, raw):
         time.sleep(600)
     if raw == b"die" or raw == b"die once" and open(log).read().count("die once") == 1:
         os._exit(9)
+    if raw == b"spin":
+        while True:
+            pass
     if raw == b"abort":
         os.abort()
     if raw == b"grow":
@@ -123,6 +126,7 @@ def scripted(checker, job, raw):
         job = prepare_worker.Job("", lambda checker, raw: 1 / 0, None)
     return prepare(checker, job, raw)
 prepare_worker.prepare = scripted
+prepare_worker.CPU_LIMIT_S = 1.0
 prepare_worker.confine = lambda num_bytes, _: resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
 prepare_worker.main()
 """
@@ -231,6 +235,18 @@ def test_a_body_that_takes_too_long_is_given_up_and_its_worker_replaced(log, scr
 
     asyncio.run(scenario())
     assert len(log.lines) == 2
+
+
+def test_a_body_that_takes_too_much_processor_time_is_given_up(log, scripted):
+    async def scenario():
+        async with pool_with(command=scripted) as pool:
+            slow, fine = await said(pool, b"spin", b"fine")
+            assert slow[0] is RequestFailedError
+            assert "too long" in slow[1]["error"]["message"]
+            assert fine[1]["error"]["code"] == "invalid_json"
+
+    asyncio.run(scenario())
+    assert [line.split()[1] for line in log.lines] == ["spin", "fine"]
 
 
 def test_a_client_that_leaves_does_not_keep_the_worker(log, scripted):
