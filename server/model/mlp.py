@@ -45,9 +45,11 @@ class MoeMlp:
     def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: TextConfig, collective: Collective) -> None:
         self._router = weights[f"{prefix}.router"]  # [E, hidden] fp32
         self._correction_bias = weights[f"{prefix}.correction_bias"]  # [E] fp32
-        self._w13 = projection(weights, f"{prefix}.w13")  # [E, 2 * I, hidden]
+        self._w13 = projection(weights, f"{prefix}.w13")  # [E, 2 * I, hidden]; E + 1 with the shared expert
         self._w2 = projection(weights, f"{prefix}.w2")  # [E, hidden, I]
-        self._shared = SwiGlu(weights, f"{prefix}.shared", config)
+        self._shared = None  # in the stack of experts
+        if self._w2.shape[0] == config.num_experts:
+            self._shared = SwiGlu(weights, f"{prefix}.shared", config)
         self._config = config
         self._collective = collective
 
@@ -55,7 +57,7 @@ class MoeMlp:
         """[T, hidden] to [T, hidden]."""
         config = self._config
         expert_ids, expert_weights = route(x, self._router, self._correction_bias, config.num_experts_per_token)
-        routed = moe(
+        out = moe(
             x,
             self._w13,
             self._w2,
@@ -65,5 +67,6 @@ class MoeMlp:
             config.swiglu_beta,
             config.swiglu_limit,
             config.routed_scaling_factor,
+            has_shared=self._shared is None,
         )
-        return self._collective.all_reduce(routed + self._shared(x))
+        return self._collective.all_reduce(out if self._shared is None else out + self._shared(x))

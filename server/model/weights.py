@@ -11,6 +11,7 @@ import torch
 
 from server.model.config import M3Config, TextConfig, VisionConfig
 from server.model.parameter import WHOLE, Parameter, Piece, in_format
+from server.model.quantization import Quantization
 from server.model.shard import Shard
 
 __all__ = ["Parameter", "Piece", "parameters"]
@@ -22,7 +23,9 @@ def parameters(config: M3Config, shard: Shard) -> tuple[Parameter, ...]:
     Raises:
         ValueError: the model cannot be cut for that many ranks; names what resists.
     """
-    found = [p for parameter in _text(config.text, shard) for p in in_format(parameter, config.quantization)]
+    found = [
+        p for parameter in _text(config.text, shard, config.quantization) for p in in_format(parameter, config.quantization)
+    ]
     if config.vision:
         found += _vision(config.vision)
         found += _projector(config.vision, config.text.hidden_size)
@@ -43,7 +46,7 @@ def _stacked(name: str, pieces: Sequence[Piece], *, is_projection: bool = False)
     return Parameter(name, (begin, *pieces[0].cut_shape[1:]), tuple(placed), is_projection=is_projection)
 
 
-def _text(config: TextConfig, shard: Shard) -> Iterator[Parameter]:
+def _text(config: TextConfig, shard: Shard, quantization: Quantization | None) -> Iterator[Parameter]:
     root, hidden = "language_model.model", config.hidden_size
     yield _plain("embed", f"{root}.embed_tokens.weight", config.vocab_size, hidden)
     yield _plain("lm_head", "language_model.lm_head.weight", config.vocab_size, hidden)
@@ -54,7 +57,7 @@ def _text(config: TextConfig, shard: Shard) -> Iterator[Parameter]:
         yield _plain(f"{ours}.post_norm", f"{released}.post_attention_layernorm.weight", hidden)
         yield from _attention(ours, f"{released}.self_attn", config, shard, config.layer_is_sparse[layer])
         if config.layer_is_moe[layer]:
-            yield from _moe(ours, f"{released}.block_sparse_moe", config, shard)
+            yield from _moe(ours, f"{released}.block_sparse_moe", config, shard, quantization)
         else:
             yield from _mlp(f"{ours}.mlp", f"{released}.mlp", hidden, config.dense_intermediate_size, shard)
 
@@ -95,21 +98,27 @@ def _mlp(ours: str, released: str, hidden: int, width: int, shard: Shard) -> Ite
     yield Parameter(f"{ours}.down", down.cut_shape, (down,), is_projection=True)
 
 
-def _moe(ours: str, released: str, config: TextConfig, shard: Shard) -> Iterator[Parameter]:
+def _moe(ours: str, released: str, config: TextConfig, shard: Shard, quantization: Quantization | None) -> Iterator[Parameter]:
+    """A shared expert of the routed experts' width and format is the last of their stack, otherwise an MLP of its own."""
     hidden, width, num_experts = config.hidden_size, config.intermediate_size, config.num_experts
     yield _plain(f"{ours}.router", f"{released}.gate.weight", num_experts, hidden, dtype=torch.float32)
     yield _plain(f"{ours}.correction_bias", f"{released}.e_score_correction_bias", num_experts, dtype=torch.float32)
-    yield from _mlp(f"{ours}.shared", f"{released}.shared_experts", hidden, config.shared_intermediate_size, shard)
+    shared = tuple(f"{released}.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
+    stack = [tuple(f"{released}.experts.{e}.{name}.weight" for name in ("w1", "w3", "w2")) for e in range(num_experts)]
+    formats = {bool(quantization and quantization.covers(name)) for name in (*shared, *stack[0])}
+    if config.shared_intermediate_size == width and len(formats) == 1:
+        stack.append(shared)
+    else:
+        yield from _mlp(f"{ours}.shared", f"{released}.shared_experts", hidden, config.shared_intermediate_size, shard)
     share = shard.even(width, "intermediate_size")
     local = share.stop - share.start
     w13, w2 = [], []
-    for e in range(num_experts):
-        expert = f"{released}.experts.{e}"
-        w13.append(Piece(f"{expert}.w1.weight", (width, hidden), (share,), (e, slice(0, local))))
-        w13.append(Piece(f"{expert}.w3.weight", (width, hidden), (share,), (e, slice(local, 2 * local))))
-        w2.append(Piece(f"{expert}.w2.weight", (hidden, width), (WHOLE, share), (e,)))
-    yield Parameter(f"{ours}.w13", (num_experts, 2 * local, hidden), tuple(w13), is_projection=True)
-    yield Parameter(f"{ours}.w2", (num_experts, hidden, local), tuple(w2), is_projection=True)
+    for e, (gate, up, down) in enumerate(stack):
+        w13.append(Piece(gate, (width, hidden), (share,), (e, slice(0, local))))
+        w13.append(Piece(up, (width, hidden), (share,), (e, slice(local, 2 * local))))
+        w2.append(Piece(down, (hidden, width), (WHOLE, share), (e,)))
+    yield Parameter(f"{ours}.w13", (len(stack), 2 * local, hidden), tuple(w13), is_projection=True)
+    yield Parameter(f"{ours}.w2", (len(stack), hidden, local), tuple(w2), is_projection=True)
 
 
 def _affine(ours: str, released: str, out_width: int, in_width: int) -> Iterator[Parameter]:
