@@ -150,6 +150,9 @@ class Settings(BaseSettings):
         1 << 30, description="size of all HTTP request bodies that are being read at the same time; beyond it 429"
     )
     prepare_workers: PositiveInt = Field(2, description="processes that prepare request bodies too large for the front itself")
+    prepare_niceness: Annotated[int, Field(ge=0, le=19)] = Field(
+        19, description="how far those processes give way to all others; lower where nothing ever leaves them a core"
+    )
     body_timeout_s: PositiveFloat = Field(120.0, description="a request's body must be there by then")
     engine_start_timeout_s: PositiveFloat = Field(3600.0, description="the model must be loaded by then")
     stall_timeout_s: PositiveFloat = Field(

@@ -7,9 +7,7 @@ loop never blocks here: a thread per worker talks to it, and waits for it withou
 import asyncio
 import dataclasses
 import logging
-import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,20 +16,8 @@ from typing import Any, Final, ParamSpec, TypeVar
 import msgspec
 
 from server.api.prepare import Job
-from server.api.prepare_protocol import (
-    TOO_MUCH_MEMORY,
-    Answer,
-    Idle,
-    PeerEndedError,
-    Setup,
-    Task,
-    receive,
-    receive_exactly,
-    send,
-    unpacked,
-)
-from server.api.tokenizer import PIECES_PER_BATCH
-from server.api.worker_process import worker_environment
+from server.api.prepare_process import PrepareProcess, WorkerFaultError
+from server.api.prepare_protocol import TOO_MUCH_MEMORY, PeerEndedError, Setup
 from server.errors import OverloadedError, PayloadTooLargeError, RequestFailedError
 
 logger = logging.getLogger(__name__)
@@ -42,12 +28,9 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 COMMAND: Final = (sys.executable, "-m", "server.api.prepare_worker")
 START_TIMEOUT_S: Final = 120.0
-LEAVE_TIMEOUT_S: Final = 1.0
 # A worker has only the time that nobody else wants; what it may take of that, it limits itself.
 TIMEOUT_S: Final = 300.0
 MAX_WAITING: Final = 64
-# Pieces of a text that a worker tokenizes at the same time; a core is left to everything else.
-NUM_TOKENIZER_THREADS: Final = max(1, min(PIECES_PER_BATCH, len(os.sched_getaffinity(0)) - 1))
 # A worker may die of other things than its body, but not twice in a row.
 NUM_ATTEMPTS: Final = 2
 # How a worker ends over a body that takes too long, and how the tokenizer ends it when there is no more memory.
@@ -57,108 +40,11 @@ OUT_OF_MEMORY: Final = -signal.SIGABRT
 MAX_GROWN_BYTES: Final = 256 << 20
 
 
-class WorkerFaultError(Exception):
-    """A bug in the worker; the log has what the worker said about it."""
-
-
-class _Worker:
-    """One running process; a call at a time.
-
-    Attributes:
-        grown_bytes: memory that it kept of its bodies.
-    """
-
-    def __init__(self, process: asyncio.subprocess.Process, connection: socket.socket) -> None:
-        self.grown_bytes = 0
-        self._process = process
-        self._connection = connection
-
-    @classmethod
-    async def spawn(cls, command: Sequence[str]) -> "_Worker":
-        """Start one; its first call must be `set_up`."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    str(os.getpid()),
-                    stdin=theirs.fileno(),
-                    stdout=asyncio.subprocess.DEVNULL,
-                    env=worker_environment(RAYON_NUM_THREADS=str(NUM_TOKENIZER_THREADS)),
-                )
-            except BaseException:
-                ours.close()
-                raise
-        return cls(process, ours)
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it still runs, as far as is known."""
-        return self._process.returncode is None
-
-    def set_up(self, setup: Setup) -> None:
-        """Wait until it is ready. In a thread.
-
-        Raises:
-            PeerEndedError: it ended.
-            WorkerFaultError: it cannot work.
-        """
-        send(self._connection, setup)
-        fault = receive(self._connection, Answer).fault
-        if fault is not None:
-            raise WorkerFaultError(fault)
-
-    def call(self, job: Job[R], pieces: Sequence[bytes]) -> R:
-        """Run one job. In a thread.
-
-        Raises:
-            PeerEndedError: it ended before it answered.
-            M3Error: what is wrong with the request.
-            WorkerFaultError: a bug.
-        """
-        connection = self._connection
-        send(connection, Task(job.name, sum(map(len, pieces))), pieces)
-        answer = receive(connection, Answer)
-        following = [receive_exactly(connection, num_bytes) for num_bytes in answer.num_bytes]
-        self.grown_bytes = receive(connection, Idle).grown_bytes
-        for line in answer.log:
-            logging.getLogger(line.logger).log(line.level, "%s", line.message)
-        if answer.refusal is not None:
-            raise answer.refusal.error()
-        if answer.fault is not None:
-            raise WorkerFaultError(answer.fault)
-        return unpacked(msgspec.json.decode(answer.result, type=job.result), following)
-
-    async def kill(self) -> None:
-        """End it at once and collect it."""
-        if self._process.returncode is None:
-            self._process.kill()
-        await self._process.wait()
-
-    async def leave(self) -> int | None:
-        """Collect it after it closed its socket: it is about to end. How it did; None when it had to be killed."""
-        try:
-            async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                return await self._process.wait()
-        except TimeoutError:
-            await self.kill()
-            return None
-
-    def close(self) -> None:
-        """Close the socket; no call may be in progress."""
-        self._connection.close()
-
-
 @dataclasses.dataclass
 class _Slot:
     """A place for a worker; whoever holds the slot starts, calls and kills it."""
 
-    worker: _Worker | None = None
+    worker: PrepareProcess | None = None
 
 
 class PreparePool:
@@ -269,7 +155,7 @@ class PreparePool:
             else:
                 self._free.put_nowait(slot)
 
-    async def _revive(self, slot: _Slot) -> _Worker:
+    async def _revive(self, slot: _Slot) -> PrepareProcess:
         """A new worker in the slot.
 
         Raises:
@@ -277,7 +163,7 @@ class PreparePool:
         """
         await self._clear(slot)
         try:
-            slot.worker = worker = await _Worker.spawn(self._command)
+            slot.worker = worker = await PrepareProcess.spawn(self._command)
             await self._call(slot, START_TIMEOUT_S, worker.set_up, self._setup)
         except (PeerEndedError, WorkerFaultError, TimeoutError, OSError) as error:
             logger.error("a prepare worker cannot start: %s", str(error) or type(error).__name__)

@@ -34,11 +34,18 @@ class PeerEndedError(Exception):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The first message to a worker: the checkpoint's directory, and what requests are checked against."""
+    """The first message to a worker.
+
+    Attributes:
+        model_dir: the checkpoint's directory.
+        limits, media_limits: what requests are checked against.
+        niceness: what the worker's is when it is ready.
+    """
 
     model_dir: str
     limits: Limits
     media_limits: MediaLimits
+    niceness: int
 
 
 class Task(msgspec.Struct, frozen=True):

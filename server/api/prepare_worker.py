@@ -43,8 +43,8 @@ from server.media.sandbox import confine, silence
 JOBS: Final[dict[str, Job[Any]]] = {
     job.name: job for job in (CHAT_JOB, COMPLETION_JOB, RESPONSE_JOB, MESSAGES_JOB, COUNT_JOB, TOKENIZE_JOB, DETOKENIZE_JOB)
 }
-# The lowest priority there is: with one worth a tenth of a core, other streams' gaps grew by half on two busy cores.
-NICENESS: Final = 19
+# A start is short, and requests may wait for it; still it gives way.
+START_NICENESS: Final = 10
 # For one body; the largest legal ones take 10 s. Not wall time, of which there may be little left for this process.
 CPU_LIMIT_S: Final = 60.0
 # A body of 60 MB takes 0.5 GB; text that the tokenizer cannot cut, or millions of empty lists, take forty times their length.
@@ -91,6 +91,7 @@ def prepare(checker: Checker, job: Job[Any], raw: bytes) -> tuple[Answer, list[b
 def serve(connection: socket.socket, parent_pid: int, log: LogKeeper) -> None:
     """Set up as the first message says, then answer tasks until the socket closes."""
     setup = receive(connection, Setup)
+    os.nice(min(setup.niceness, START_NICENESS))
     try:
         checker = Checker(setup.limits, setup.media_limits, ChatFormat.load(Path(setup.model_dir)))
     except CheckpointError as error:
@@ -98,6 +99,7 @@ def serve(connection: socket.socket, parent_pid: int, log: LogKeeper) -> None:
         return
     confine(MEMORY_BYTES, parent_pid)
     silence()
+    os.nice(max(0, setup.niceness - START_NICENESS))
     send(connection, Answer())
     start_bytes = resident_bytes()
     while True:
@@ -120,7 +122,6 @@ def resident_bytes() -> int:
 def main() -> None:
     """Serve until the front is done or gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which then closes the socket
-    os.nice(NICENESS)
     log = LogKeeper()
     logging.getLogger().addHandler(log)
     try:

@@ -46,9 +46,9 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 # Rendering and tokenizing. More would only fight for the interpreter's lock; fewer would let two long prompts hold up all.
 NUM_THREADS: Final = 4
-# Larger bodies are prepared in a process of their own, which costs them a millisecond or two. In a thread, a body of this size
-# already competes for the interpreter's lock for 10 to 30 ms, and each of its turns may last 5 ms.
-MAX_THREAD_BYTES: Final = 64 << 10
+# Larger bodies are prepared in a process of their own. In a thread, a body of this size competes for the interpreter's lock for
+# 0.1 to 0.3 s, in turns of up to 5 ms.
+MAX_THREAD_BYTES: Final = 256 << 10
 # Prompts of that many whole windows may wait when the operator does not say; more would wait for minutes.
 NUM_QUEUED_WINDOWS: Final = 8
 
@@ -275,7 +275,7 @@ class Service:
             image=KindLimit(self.settings.max_images, self.settings.max_image_bytes),
             video=KindLimit(self.settings.max_videos, self.settings.max_video_bytes),
         )
-        setup = Setup(str(self.settings.model), limits, media_limits)
+        setup = Setup(str(self.settings.model), limits, media_limits, self.settings.prepare_niceness)
         self._large_bodies = PreparePool(setup, num_workers=self.settings.prepare_workers)
         if self._owns_process:
             self._large_bodies.start()

@@ -267,7 +267,7 @@ async def until(condition):
 
 
 def settings_of(**values):
-    return load_settings({"model": TINY, **values}, environ={})
+    return load_settings({"model": TINY, "prepare_niceness": 0, **values}, environ={})
 
 
 def make_app(engine, media=None, chat_format=None, grammars=None, **settings):
