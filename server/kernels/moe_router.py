@@ -16,6 +16,7 @@ from server.kernels.launch import pdl_options, wait_for_inputs
 
 _BLOCK_K = 64
 _FEW_TOKENS = 16
+_MAX_PROGRAMS = 512  # the hidden width is cut into fewer shares where token tiles alone fill the device
 
 
 @triton.jit
@@ -34,21 +35,21 @@ def _dot_exact(b_x, b_w, acc):
     return acc
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_steps"])
 def _partial_logits_kernel(
-    x_ptr, weight_ptr, partial_ptr, num_tokens, stride_x,
-    H: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, weight_ptr, partial_ptr, num_tokens, num_steps, stride_x,
+    H: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (token tiles, expert tiles, shares of the width); partial is [shares, T, E] fp32."""
     o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     o_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     m_t, m_e = o_t < num_tokens, o_e < E
-    begin = tl.program_id(2) * (STEPS * BLOCK_K)
+    begin = tl.program_id(2) * (num_steps * BLOCK_K)
     acc = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.float32)
     p_x = x_ptr + o_t.to(tl.int64)[:, None] * stride_x
     wait_for_inputs(PDL)
-    for i in range(STEPS):
+    for i in range(num_steps):
         o_k = begin + i * BLOCK_K + tl.arange(0, BLOCK_K)
         m_k = o_k < H
         b_w = tl.load(weight_ptr + o_e[:, None] * H + o_k[None, :], mask=m_e[:, None] & m_k[None, :], other=0.0)
@@ -58,10 +59,10 @@ def _partial_logits_kernel(
     tl.store(partial_ptr + o_out, acc, mask=m_t[:, None] & m_e[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_shares"])
 def _choose_kernel(
-    partial_ptr, bias_ptr, ids_ptr, weights_ptr, num_tokens,
-    E: tl.constexpr, TOPK: tl.constexpr, SHARES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr,
+    partial_ptr, bias_ptr, ids_ptr, weights_ptr, num_tokens, num_shares,
+    E: tl.constexpr, TOPK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (T,). Keys order by (choice score descending, id ascending) and all differ, so the top-k is exact."""
@@ -71,7 +72,7 @@ def _choose_kernel(
     o_s = tl.arange(0, BLOCK_S)
     wait_for_inputs(PDL)
     p_partial = partial_ptr + (o_s.to(tl.int64)[:, None] * num_tokens + token) * E + o_e[None, :]
-    logits = tl.sum(tl.load(p_partial, mask=(o_s < SHARES)[:, None] & m_e[None, :], other=0.0), 0)
+    logits = tl.sum(tl.load(p_partial, mask=(o_s < num_shares)[:, None] & m_e[None, :], other=0.0), 0)
     scores = 1.0 / (1.0 + tl.exp(-logits))
     choice = scores + tl.load(bias_ptr + o_e, mask=m_e, other=0.0)
     choice = tl.where(choice == choice, choice, float("-inf"))
@@ -106,18 +107,19 @@ def route_triton(x: Tensor, router_weight: Tensor, correction_bias: Tensor, topk
     block_t = 16 if few else 64
     block_e = min(64 if few else 128, max(16, triton.next_power_of_2(num_experts)))
     tiles = (triton.cdiv(num_tokens, block_t), triton.cdiv(num_experts, block_e))
-    num_steps = triton.cdiv(hidden, _BLOCK_K)
-    steps = triton.cdiv(num_steps, max(1, min(num_steps, 48, 256 // (tiles[0] * tiles[1]))))
-    shares = triton.cdiv(num_steps, steps)
-    partial = torch.empty((shares, num_tokens, num_experts), dtype=torch.float32, device=x.device)
+    all_steps, num_steps = triton.cdiv(hidden, _BLOCK_K), 2
+    while tiles[0] * tiles[1] * triton.cdiv(all_steps, num_steps) > _MAX_PROGRAMS and num_steps < all_steps:
+        num_steps *= 2
+    num_shares = triton.cdiv(all_steps, num_steps)
+    partial = torch.empty((num_shares, num_tokens, num_experts), dtype=torch.float32, device=x.device)
     pdl = pdl_options(x.device)
-    _partial_logits_kernel[(*tiles, shares)](
-        x, router_weight, partial, num_tokens, x.stride(0), H=hidden, E=num_experts, STEPS=steps,
-        BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=_BLOCK_K, num_warps=4, num_stages=min(3, steps), **pdl,
+    _partial_logits_kernel[(*tiles, num_shares)](
+        x, router_weight, partial, num_tokens, num_steps, x.stride(0), H=hidden, E=num_experts,
+        BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=_BLOCK_K, num_warps=4, num_stages=2 if few else 3, **pdl,
     )  # fmt: skip
     _choose_kernel[(num_tokens,)](
-        partial, correction_bias, expert_ids, weights, num_tokens, E=num_experts, TOPK=topk, SHARES=shares,
-        BLOCK_S=triton.next_power_of_2(shares), BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_K=triton.next_power_of_2(topk), num_warps=4 if shares > 4 else 1, **pdl,
+        partial, correction_bias, expert_ids, weights, num_tokens, num_shares, E=num_experts, TOPK=topk,
+        BLOCK_S=triton.next_power_of_2(num_shares), BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_K=triton.next_power_of_2(topk), num_warps=4 if num_shares > 4 else 1, **pdl,
     )  # fmt: skip
     return expert_ids, weights
