@@ -13,13 +13,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
 from server.engine_grammars import GrammarQueue
 from server.engine_launch import EngineLaunch
-from server.engine_setup import EngineParts, StartError, build
-from server.engine_steps import Runner, StepPipeline
+from server.engine_setup import EngineParts, StartError, build, choose_device, require_cut
+from server.engine_steps import MAX_FAILED_STEPS, Runner, StepPipeline
 from server.heartbeat import STACKS_SIGNAL, Heartbeat
 from server.load_progress import LoadProgress
 from server.media.slab import SlabReader
@@ -27,6 +28,8 @@ from server.messages import Abort, Failed, FailureKind, RequestEvent, Shutdown, 
 from server.model.feature_cache import FeatureCache
 from server.model.grammar import GrammarCompiler
 from server.model.media_features import MediaFeaturesError, PixelReader, Pixels
+from server.model.shard import Shard
+from server.rank_team import RankTeam
 from server.scheduler.scheduler import Scheduler
 from server.transport import EngineChannel
 
@@ -53,6 +56,7 @@ class Engine:
         heartbeat: Heartbeat | None = None,
         features: FeatureCache | None = None,
         overlap_steps: bool = False,
+        max_failed_steps: int = MAX_FAILED_STEPS,
     ) -> None:
         """Take over the parts.
 
@@ -65,13 +69,16 @@ class Engine:
             heartbeat: where steps are noted for the front.
             features: the runner's, to count its hits.
             overlap_steps: plan and launch a step while the one before it runs.
+            max_failed_steps: so many in a row are the end.
         """
         self._grammars = GrammarQueue(grammars)
         self._channel = channel
         self._vocab_size = vocab_size
         self._scheduler = scheduler
         self._heartbeat = heartbeat or Heartbeat()
-        self._steps = StepPipeline(scheduler, runner, channel.send, self._heartbeat, overlap=overlap_steps)
+        self._steps = StepPipeline(
+            scheduler, runner, channel.send, self._heartbeat, overlap=overlap_steps, max_failed_steps=max_failed_steps
+        )
         self._features = features
         self._next_stats_s = time.monotonic()
 
@@ -153,30 +160,37 @@ def open_pixels(slab_name: str | None) -> PixelReader:
     return refuse
 
 
-def start(launch: EngineLaunch, channel: EngineChannel, heartbeat: Heartbeat) -> EngineParts | None:
-    """Build the engine and tell the front that it is ready, or why it is not (None)."""
+def start(launch: EngineLaunch, channel: EngineChannel, heartbeat: Heartbeat, team: RankTeam) -> EngineParts | None:
+    """Build the engine with all its ranks and tell the front that it is ready, or why it is not (None)."""
+    settings = launch.settings
     try:
-        parts = build(launch.settings, open_pixels(launch.slab_name), LoadProgress(heartbeat))
+        require_cut(settings)
+        ranks = team.start(choose_device(settings.device, Shard(0, settings.tensor_parallel_size)))
+        parts = build(settings, open_pixels(launch.slab_name), LoadProgress(heartbeat), ranks=ranks)
     except StartError as error:
         logger.error("the engine cannot start: %s", error)
         channel.send([StartFailed(str(error))])
         return None
     except Exception as error:
         logger.exception("the engine cannot start")
+        if team.notices_loss():
+            return None  # the front knows which rank was lost
         channel.send([StartFailed(f"{type(error).__name__}: {error}")])
         return None
     channel.send([parts.ready])
     return parts
 
 
-def exit_with_parent() -> None:
-    """Leave at once when standard input ends: the front is gone, nobody waits for an answer."""
+def exit_with_parent(last_words: Callable[[], None] | None = None) -> None:
+    """Leave at once when standard input ends: the parent is gone, nobody waits for an answer; `last_words` come before."""
     stdin = sys.stdin.fileno()
 
     def watch() -> None:
         # Not through sys.stdin: its lock, held by a daemon thread, would break the interpreter's own exit.
         while os.read(stdin, 4096):
             pass
+        if last_words is not None:
+            last_words()
         os._exit(1)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
@@ -197,26 +211,40 @@ def main() -> int:
     )
     channel = EngineChannel(launch.address)
     heartbeat = Heartbeat(launch.heartbeat_fd)
+    team = RankTeam(launch)
     try:
-        parts = start(launch, channel, heartbeat)
+        code = serve(launch, channel, heartbeat, team)
+    finally:
+        team.close()
+        channel.close()
+    if launch.settings.tensor_parallel_size > 1:
+        os._exit(code)  # a collective that never ends would hold up the interpreter's own end
+    return code
+
+
+def serve(launch: EngineLaunch, channel: EngineChannel, heartbeat: Heartbeat, team: RankTeam) -> int:
+    """Start and run the loop; returns the exit code."""
+    try:
+        parts = start(launch, channel, heartbeat, team)
         if parts is None:
             return 1
         engine = Engine(
             channel,
             parts.scheduler,
-            parts.runner,
+            team.lead(parts.runner),
             parts.ready.vocab_size,
             parts.grammars,
             heartbeat,
             parts.runner.feature_cache,
             parts.overlap_steps,
+            team.max_failed_steps,
         )
         engine.run()
+        team.dismiss()
     except Exception:
         logger.exception("the engine leaves")
+        team.notices_loss()
         return 1
-    finally:
-        channel.close()
     return 0
 
 

@@ -18,6 +18,7 @@ from server.messages import SamplingParams, SlabRef
 from server.model.decode_graphs import Recorder
 from server.model.m3 import M3Model
 from server.model.media_features import Pixels
+from server.model.ranks import OneRank, Ranks
 from server.model.runner import ModelRunner
 from server.scheduler.plan import Chunk, NewSequence, StepPlan
 from server.sizing import MemoryPlan, StepLimits, size, table
@@ -70,12 +71,15 @@ class CudaMemory:
         return torch.cuda.max_memory_reserved(self._device) - before
 
 
-def measure(plan: MemoryPlan, memory: DeviceMemory, model: M3Model, limits: StepLimits) -> MemoryPlan:
-    """The division of `plan` again, with what the loaded weights take and the largest steps took."""
+def measure(
+    plan: MemoryPlan, memory: DeviceMemory, model: M3Model, limits: StepLimits, ranks: Ranks | None = None
+) -> MemoryPlan:
+    """The division of `plan` again, with what the loaded weights take and the largest steps took, on this rank."""
+    ranks = ranks or OneRank()
     weights_bytes = plan.total_bytes - plan.taken_bytes - memory.free_bytes()
-    longest = min(limits.max_model_len, max(plan.spec.page_size, plan.num_tokens))
+    longest = min(limits.max_model_len, max(plan.spec.page_size, ranks.least(plan.num_tokens)))
     largest = replace(limits, max_model_len=longest)
-    workspace_bytes = memory.peak_bytes(lambda: run_largest_steps(model, plan.spec, largest))
+    workspace_bytes = memory.peak_bytes(lambda: run_largest_steps(model, plan.spec, largest, ranks))
     gc.collect()  # the objects of a step may refer to each other
     measured = replace(
         plan,
@@ -100,7 +104,7 @@ def capture_graphs(runner: ModelRunner, record: Recorder, memory: DeviceMemory, 
         logger.warning("captured decode steps take %s more than planned; so much less stays free", excess)
 
 
-def run_largest_steps(model: M3Model, spec: CacheSpec, limits: StepLimits) -> None:
+def run_largest_steps(model: M3Model, spec: CacheSpec, limits: StepLimits, ranks: Ranks | None = None) -> None:
     """Encode as many pictures as a step can show, then compute the longest prefill and the widest decode.
 
     Their cache is one page of zeros, the same for all positions of all sequences: the memory of a step does not depend on it.
@@ -120,6 +124,7 @@ def run_largest_steps(model: M3Model, spec: CacheSpec, limits: StepLimits) -> No
         vocab_size=model.config.text.vocab_size,
         read_pixels=_no_pixels,
         base_seed=0,
+        ranks=ranks,
     )
     pages = (0,) * spec.num_pages(limits.max_model_len)
     runner.execute(_longest_prefill(limits, pages))

@@ -22,8 +22,10 @@ from server.model.grammar import GrammarCompiler
 from server.model.m3 import M3Model
 from server.model.media_features import PixelReader
 from server.model.progress import Progress
+from server.model.ranks import OneRank, Ranks
 from server.model.runner import ModelRunner
 from server.model.shard import Shard
+from server.model.weights import parameters
 from server.scheduler.config import SchedulerConfig
 from server.scheduler.plan import Chunk, NewSequence, StepPlan
 from server.scheduler.scheduler import Scheduler
@@ -63,13 +65,20 @@ class EngineParts:
     overlap_steps: bool
 
 
-def choose_device(setting: Device) -> torch.device:
-    """The device that `setting` names; auto takes CUDA when there is a GPU."""
+def choose_device(setting: Device, shard: Shard | None = None) -> torch.device:
+    """The device that `setting` names; auto takes CUDA when there is a GPU. Each of several ranks has the GPU of its number."""
+    shard = shard or Shard()
     if setting is Device.CPU or (setting is Device.AUTO and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise StartError("device is cuda, but no CUDA device is available")
-    return torch.device("cuda", torch.cuda.current_device())
+    if shard.world == 1:
+        return torch.device("cuda", torch.cuda.current_device())
+    if shard.world > torch.cuda.device_count():
+        raise StartError(
+            f"tensor_parallel_size is {shard.world}, but the number of CUDA devices is {torch.cuda.device_count()}"
+        )
+    return torch.device("cuda", shard.rank)
 
 
 def choose_dtype(setting: Dtype, device: torch.device) -> torch.dtype:
@@ -79,10 +88,10 @@ def choose_dtype(setting: Dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if setting is Dtype.BFLOAT16 else torch.float32
 
 
-def limit_cpu_threads() -> None:
-    """Leave one core to the front when there are several; OMP_NUM_THREADS, if set, has decided already."""
+def limit_cpu_threads(num_ranks: int) -> None:
+    """Leave one core to the front when there are several, and divide the others; OMP_NUM_THREADS has decided already if set."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+        torch.set_num_threads(max(1, (len(os.sched_getaffinity(0)) - 1) // num_ranks))
 
 
 def choose_model_len(settings: Settings, window: int) -> int:
@@ -92,39 +101,61 @@ def choose_model_len(settings: Settings, window: int) -> int:
     return settings.max_model_len or window
 
 
+def require_cut(settings: Settings) -> None:
+    """Say before other ranks are started that the model cannot be cut for so many.
+
+    Raises:
+        StartError: which part resists; or there is no configuration.
+    """
+    try:
+        parameters(M3Config.from_file(settings.model), Shard(0, settings.tensor_parallel_size))
+    except ConfigError as error:
+        raise StartError(str(error)) from error
+    except ValueError as error:
+        raise StartError(f"tensor_parallel_size is {settings.tensor_parallel_size}: {error}") from error
+
+
 def build(
-    settings: Settings, read_pixels: PixelReader, progress: Progress | None = None, memory: DeviceMemory | None = None
+    settings: Settings,
+    read_pixels: PixelReader,
+    progress: Progress | None = None,
+    memory: DeviceMemory | None = None,
+    ranks: Ranks | None = None,
 ) -> EngineParts:
-    """Load the model and build everything around it.
+    """Load this rank's share of the model and build everything around it.
 
     Args:
         settings: the operator's.
         read_pixels: bytes of media in the slab.
         progress: follows the load; a bar on stderr if None.
         memory: the device's. If None, that of the CUDA device; on a CPU nothing is measured.
+        ranks: those that compute the model together, each of which builds; one if None.
 
     Raises:
         StartError: settings, checkpoint or memory do not allow it.
     """
-    device = choose_device(settings.device)
+    ranks = ranks or OneRank()
+    device = choose_device(settings.device, ranks.shard)
     dtype = choose_dtype(settings.dtype, device)
     if device.type == "cpu":
-        limit_cpu_threads()
-    elif memory is None:
-        memory = CudaMemory(device)
+        limit_cpu_threads(ranks.shard.world)
+    else:
+        torch.cuda.set_device(device)
+        memory = memory or CudaMemory(device)
     try:
         config = M3Config.from_file(settings.model)
         model_len = choose_model_len(settings, config.text.max_position_embeddings)
         limits = StepLimits(settings.max_num_seqs, choose_step_tokens(settings, device), model_len)
-        memory_plan = plan_memory(settings, config, device, dtype, limits, memory)
+        memory_plan = plan_memory(settings, config, device, dtype, limits, memory, ranks.shard)
         is_quantised = config.quantization is not None
         required = settings.max_model_len or memory_plan.spec.page_size
         require_room(memory_plan, required, is_quantised=is_quantised)
-        model = M3Model.load(settings.model, config, device, dtype, progress=progress)
+        model = M3Model.load(settings.model, config, device, dtype, ranks.shard, progress, ranks.collective)
         if memory is not None:
-            memory_plan = measure(memory_plan, memory, model, limits)
+            memory_plan = measure(memory_plan, memory, model, limits, ranks)
             require_room(memory_plan, required, is_quantised=is_quantised)
-        return assemble(settings, model, memory_plan, memory, limits, read_pixels)
+        memory_plan = replace(memory_plan, max_pages=ranks.least(memory_plan.num_pages))
+        return assemble(settings, model, memory_plan, memory, limits, read_pixels, ranks)
     except (ConfigError, CheckpointError, NoRoomError) as error:
         raise StartError(str(error)) from error
     except torch.OutOfMemoryError as error:
@@ -139,14 +170,16 @@ def plan_memory(
     dtype: torch.dtype,
     limits: StepLimits,
     memory: DeviceMemory | None,
+    shard: Shard | None = None,
 ) -> MemoryPlan:
     """The division of the device's memory before anything is loaded; without `memory`, only the cache's size is known."""
-    spec = cache_spec(config, dtype)
+    shard = shard or Shard()
+    spec = cache_spec(config, dtype, shard)
     max_pages = limits.max_num_seqs * spec.num_pages(limits.max_model_len)  # what all slots can fill
     if memory is None:
         return MemoryPlan(settings.cache_bytes or CPU_CACHE_BYTES, 0, 0, MemoryUse(), spec, max_pages, settings.cache_bytes)
     total_bytes = memory.total_bytes
-    use = estimated_use(config, Shard(), dtype, limits, choose_feature_cache_bytes(settings, device))
+    use = estimated_use(config, shard, dtype, limits, choose_feature_cache_bytes(settings, device))
     return MemoryPlan(
         total_bytes=total_bytes,
         kept_bytes=int(total_bytes * (1 - settings.gpu_memory_utilization)),
@@ -165,6 +198,7 @@ def assemble(
     memory: DeviceMemory | None,
     limits: StepLimits,
     read_pixels: PixelReader,
+    ranks: Ranks,
 ) -> EngineParts:
     """Allocate the cache, put scheduler and runner around it, and capture decode steps on a GPU."""
     spec, num_pages, vocab_size = memory_plan.spec, memory_plan.num_pages, model.config.text.vocab_size
@@ -181,7 +215,7 @@ def assemble(
         *(num_pages, spec.page_size, memory_plan.cache_bytes / GIB, model.device, sizes.max_seq_len),
         memory_plan.num_sequences(sizes.max_seq_len),
     )
-    grammars = load_grammars(settings.model, vocab_size)
+    grammars = load_grammars(settings.model, vocab_size) if ranks.shard.rank == 0 else None
     runner = ModelRunner(
         model,
         CachePools(spec, num_pages, model.device),
@@ -192,6 +226,7 @@ def assemble(
         base_seed=secrets.randbits(63),
         feature_cache_bytes=choose_feature_cache_bytes(settings, model.device),
         grammars=grammars,
+        ranks=ranks,
     )
     warm_up(runner)
     if settings.enable_cuda_graphs and memory is not None and model.device.type == "cuda":

@@ -59,6 +59,7 @@ class StepPipeline:
         heartbeat: Heartbeat,
         *,
         overlap: bool,
+        max_failed_steps: int = MAX_FAILED_STEPS,
     ) -> None:
         """Start with nothing in flight.
 
@@ -68,6 +69,7 @@ class StepPipeline:
             send: takes the events of a step when it has landed.
             heartbeat: where steps are noted.
             overlap: keep one step in flight while the next one is planned.
+            max_failed_steps: so many in a row are the end.
         """
         self._scheduler = scheduler
         self._runner = runner
@@ -76,6 +78,7 @@ class StepPipeline:
         self._num_ahead = 1 if overlap else 0
         self._in_flight: deque[_Launched] = deque()
         self._num_failed_steps = 0
+        self._max_failed_steps = max_failed_steps
 
     def __bool__(self) -> bool:
         """Whether a step is in flight."""
@@ -113,7 +116,7 @@ class StepPipeline:
             logger.exception("step %d failed", plan.step_id)
             self._fail(plan)
             self._num_failed_steps += 1
-            if isinstance(error, torch.AcceleratorError) or self._num_failed_steps >= MAX_FAILED_STEPS:
+            if isinstance(error, torch.AcceleratorError) or self._num_failed_steps >= self._max_failed_steps:
                 while self._in_flight:
                     self._fail(self._in_flight.popleft().plan)
                 raise EngineFailedError(f"{self._num_failed_steps} steps in a row failed, the last with: {error}") from error

@@ -85,6 +85,9 @@ class Settings(BaseSettings):
     served_model_name: str | None = Field(None, description="name in /v1/models; the directory's name if unset")
     device: Device = Field(Device.AUTO, description="auto takes CUDA when there is a GPU")
     dtype: Dtype = Field(Dtype.AUTO, description="auto is bfloat16 on a GPU and float32 on a CPU")
+    tensor_parallel_size: PositiveInt = Field(
+        1, description="GPUs of this host, or processes on a CPU, that each hold a part of the model"
+    )
     max_model_len: PositiveInt | None = Field(
         None, description="longest sequence in tokens, which must fit; what fits, at most the window, if unset"
     )

@@ -132,18 +132,23 @@ class MediaFeatures:
         for piece in media.pieces if media else ():
             self.cache.drop(piece.key)
 
-    def prepare(self, chunks: Iterable[Chunk]) -> None:
+    def prepare(self, chunks: Iterable[Chunk]) -> bool:
         """Encode what the chunks touch and nobody has yet, in one batch; faults are kept for `rows_of`.
+
+        Returns:
+            Whether any of the chunks' sequences still has media to come, be they touched or not.
 
         Raises:
             torch.AcceleratorError: the device itself is at fault, and with it every sequence.
         """
         frames: dict[FeatureKey, Tensor] = {}
         wanted: list[tuple[_SlotMedia, _Piece]] = []
+        has_media = False
         for chunk in chunks:
             media = self._media_ahead(chunk)
             if media is None:
                 continue
+            has_media = True
             for piece in media.pieces:
                 if piece.key in media.features or not piece.is_touched_by(chunk):
                     continue
@@ -161,6 +166,7 @@ class MediaFeatures:
                     media.fault = error
         if frames:
             self._encode(frames, wanted)
+        return has_media
 
     def rows_of(self, chunk: Chunk) -> list[FeatureRows]:
         """What the chunk's placeholder tokens get instead of their embeddings; `prepare` was called with the chunk.

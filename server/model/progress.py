@@ -23,6 +23,19 @@ class Progress(Protocol):
         """Everything is read."""
 
 
+class NoProgress:
+    """Follows a load without a word."""
+
+    def start(self, total_bytes: int) -> None:
+        """Nothing is shown."""
+
+    def advance(self, num_bytes: int) -> None:
+        """Nothing is shown."""
+
+    def finish(self) -> None:
+        """Nothing is shown."""
+
+
 class ProgressBar:
     """Draws on a text stream, stderr by default."""
 

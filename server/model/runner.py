@@ -4,6 +4,9 @@ Launching a step only enqueues its work: the host waits for the device where a s
 before, and where somebody asked for the log-probabilities of a prompt. A launch applies the plan's differences to the slots,
 builds the batch, runs the model and samples. A fault of one sequence (media, non-finite logits) becomes a `SlotFailure` and
 leaves the others alone; anything else raises. The runner decides nothing about requests or pages.
+
+With several ranks each has a runner, and all launch the same plans. Rank 0 samples and the others take its tokens over; a
+sequence whose media one of them cannot have fails on all.
 """
 
 import itertools
@@ -23,6 +26,7 @@ from server.model.media_features import FeatureRows, MediaEncoder, MediaFeatures
 from server.model.pending_sample import PendingSample
 from server.model.pending_step import PendingStep
 from server.model.prompt_logprobs import PromptScorer
+from server.model.ranks import OneRank, Ranks
 from server.model.sampler import Sampler
 from server.model.sampling_slot import SamplingRow
 from server.scheduler.plan import Chunk, SlotFailure, StepPlan, StepResult
@@ -72,6 +76,7 @@ class ModelRunner:
         grammars: GrammarCompiler | None = None,
         poison_pages: bool = False,
         feature_cache_bytes: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         """Allocate the slots.
 
@@ -86,6 +91,7 @@ class ModelRunner:
             grammars: without it, a sequence with a grammar fails.
             poison_pages: fill fresh pages with NaN before use, so that a test sees every read of stale memory.
             feature_cache_bytes: device memory for encoded media that later requests may show again.
+            ranks: those that compute the model together; one if None.
         """
         self._model = model
         self._pools = pools
@@ -94,6 +100,7 @@ class ModelRunner:
         self._media = MediaFeatures(model, read_pixels, pools.device, feature_cache_bytes)
         self._scorer = PromptScorer(pools.device)
         self._sampler = Sampler(max_num_seqs, vocab_size, pools.device, base_seed, grammars)
+        self._ranks = ranks or OneRank()
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._latest: PendingStep | None = None
@@ -103,6 +110,10 @@ class ModelRunner:
     def feature_cache(self) -> FeatureCache:
         """Encoded media that later requests may show again."""
         return self._media.cache
+
+    def forget_media(self, slot: int) -> None:
+        """Encode the slot's media anew for whoever shows them next: rank 0 saw its sequence fail."""
+        self._media.forget(slot)
 
     @torch.inference_mode()
     def capture_graphs(self, record: Recorder) -> int:
@@ -135,6 +146,10 @@ class ModelRunner:
         """Run one step to its end; raises like `launch` and `PendingStep.wait`."""
         return self.launch(plan).wait()
 
+    @property
+    def _is_lead(self) -> bool:
+        return self._ranks.shard.rank == 0
+
     def _take_over(self, plan: StepPlan) -> None:
         """Apply the plan's differences to the slots and their page tables."""
         for slot in plan.released_slots:
@@ -145,8 +160,9 @@ class ModelRunner:
         for sequence in plan.new_sequences:
             self._builder.admit(sequence)
             self._media.admit(sequence.slot, sequence.media)
-            self._scorer.admit(sequence)
-            self._sampler.admit(sequence)
+            if self._is_lead:
+                self._scorer.admit(sequence)
+                self._sampler.admit(sequence)
         fresh_pages = self._builder.append_pages(plan.chunks)
         if self._poison_pages:
             self._pools.poison(fresh_pages)
@@ -176,31 +192,43 @@ class ModelRunner:
         if not sampling:
             return None
         slots, hidden, logits = computed
+        sample = None
         if len(sampling) < hidden.shape[0]:
             ends = torch.tensor(list(itertools.accumulate(chunk.num_tokens for chunk in chunks)))
             index = self._builder.to_device(torch.stack([torch.tensor(sampling), ends[sampling] - 1]))
             slots, hidden = slots[index[0]], hidden[index[1]]
             logits = None if logits is None else logits[index[1]]
-        if logits is None:
-            logits = self._model.logits(hidden)
-        rows = [SamplingRow(chunks[i].slot, chunks[i].start + chunks[i].num_tokens) for i in sampling]
+        if self._is_lead:
+            rows = [SamplingRow(chunks[i].slot, chunks[i].start + chunks[i].num_tokens) for i in sampling]
+            sample = self._choose(rows, self._model.logits(hidden) if logits is None else logits)
+        token_ids = torch.empty(len(sampling), dtype=torch.int64, device=slots.device) if sample is None else sample.token_ids
+        self._ranks.share(token_ids)
+        self._builder.set_last_tokens(slots, token_ids)
+        return sample
+
+    def _choose(self, rows: list[SamplingRow], logits: Tensor) -> PendingSample:
         if self._sampler.needs_history(rows) and self._latest is not None:
             self._latest.settle()
-        sample = self._sampler.launch(logits, rows)
-        self._builder.set_last_tokens(slots, sample.token_ids)
-        return sample
+        return self._sampler.launch(logits, rows)
 
     def _collect_media(self, chunks: tuple[Chunk, ...]) -> tuple[list[Chunk], list[list[FeatureRows]], list[SlotFailure]]:
         """The chunks whose media could be had, their features, and the failures of the others."""
+        found: list[list[FeatureRows] | None] = []
+        has_media = self._media.prepare(chunks)
+        for chunk in chunks:
+            try:
+                found.append(self._media.rows_of(chunk))
+            except Exception:
+                logger.exception("the media of slot %d cannot be encoded", chunk.slot)
+                found.append(None)
+        is_lost = [rows is None for rows in found]
+        if has_media:  # also keeps the slab as it is until every rank has read it
+            is_lost = self._ranks.any_rank(is_lost)
         usable: list[Chunk] = []
         media_rows: list[list[FeatureRows]] = []
         failures: list[SlotFailure] = []
-        self._media.prepare(chunks)
-        for chunk in chunks:
-            try:
-                rows = self._media.rows_of(chunk)
-            except Exception:
-                logger.exception("the media of slot %d cannot be encoded", chunk.slot)
+        for chunk, rows, lost in zip(chunks, found, is_lost, strict=True):
+            if rows is None or lost:
                 failures.append(SlotFailure(chunk.slot, "a picture or clip of the request could not be encoded"))
             else:
                 usable.append(chunk)

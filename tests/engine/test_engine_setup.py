@@ -12,11 +12,14 @@ from server.engine_setup import (
     choose_model_len,
     choose_step_tokens,
     plan_memory,
+    require_cut,
 )
 from server.kvcache.pools import CachePools
 from server.model.config import M3Config, cache_spec
 from server.model.m3 import M3Model
+from server.model.ranks import OneRank
 from server.model.runner import ModelRunner
+from server.model.shard import Shard
 from server.settings import Device, Dtype, load_settings
 from server.sizing import GIB, StepLimits
 from server.workspaces import graphs_bytes
@@ -92,6 +95,42 @@ def test_what_the_steps_took_decides_the_cache(checkpoint, caplog):
     assert parts.ready.num_pages == left_bytes // page_bytes
     assert parts.ready.max_model_len == 200
     assert f"{left_bytes / GIB:.2f}  left for the cache" in caplog.text
+
+
+class RankOfTwo(OneRank):
+    """Rank 1 beside one that has room for 40 pages."""
+
+    def __init__(self):
+        super().__init__()
+        self.shard = Shard(1, 2)
+        self.numbers = []
+
+    def share(self, token_ids):
+        token_ids.zero_()
+
+    def least(self, number):
+        self.numbers.append(number)
+        return min(number, 40 * 16 if len(self.numbers) == 1 else 40)
+
+
+def test_ranks_have_as_many_pages_as_the_one_with_the_least_room(checkpoint):
+    chosen = settings(checkpoint, max_model_len=200, tensor_parallel_size=2, **GPU_LIKE)
+    ranks = RankOfTwo()
+    parts = build(chosen, no_pixels, memory=FakeMemory(3 * GIB), ranks=ranks)
+    assert parts.ready.num_pages == 40
+    num_tokens_before, num_pages = ranks.numbers
+    assert num_tokens_before > num_pages * 16 > 40 * 16
+    assert parts.grammars is None
+
+
+@pytest.mark.parametrize(("num_ranks", "fault"), [(2, None), (3, "num_attention_heads: 4"), (4, None), (8, "attention_heads")])
+def test_a_model_that_cannot_be_cut_is_refused_by_name(checkpoint, num_ranks, fault):
+    chosen = settings(checkpoint, tensor_parallel_size=num_ranks)
+    if fault is None:
+        require_cut(chosen)
+    else:
+        with pytest.raises(StartError, match=f"tensor_parallel_size is {num_ranks}: .*{fault}.* cannot be cut"):
+            require_cut(chosen)
 
 
 def test_without_prefixes_to_keep_the_cache_is_no_larger_than_the_slots_fill(checkpoint):
@@ -195,6 +234,14 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch):
     assert choose_device(Device.AUTO) == CPU
     with pytest.raises(StartError, match="no CUDA device"):
         choose_device(Device.CUDA)
+
+
+def test_every_rank_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert choose_device(Device.AUTO, Shard(3, 4)) == torch.device("cuda", 3)
+    with pytest.raises(StartError, match="tensor_parallel_size is 8, but the number of CUDA devices is 4"):
+        choose_device(Device.CUDA, Shard(0, 8))
 
 
 def test_an_engine_announces_what_fits_both_window_and_cache(checkpoint):

@@ -21,13 +21,13 @@ def request(name, *prompt, num_output=5, stop=()):
 class Loop:
     """An engine's loop on a fake runner, with what came out of it by request."""
 
-    def __init__(self, *, overlap=True, num_seqs=4, num_pages=32, budget=16):
+    def __init__(self, *, overlap=True, num_seqs=4, num_pages=32, budget=16, **options):
         self.scheduler = Scheduler(SchedulerConfig(num_seqs, budget, 100, PAGE, num_pages))
         self.runner = FakeRunner(num_seqs, num_pages, PAGE, VOCAB)
         self.events = {}
         self.submitted = {}
         self.heartbeat = Heartbeat()
-        self.steps = StepPipeline(self.scheduler, self.runner, self.record, self.heartbeat, overlap=overlap)
+        self.steps = StepPipeline(self.scheduler, self.runner, self.record, self.heartbeat, overlap=overlap, **options)
 
     def record(self, events):
         for event in events:
@@ -177,6 +177,19 @@ def test_three_failed_steps_in_a_row_end_the_engine(overlap):
         loop.drain()
     loop.assert_failed("r1", "r3", "r4", "r5")
     loop.assert_served(*(loop.submitted[f"r{i}"] for i in (0, 2)))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_where_no_step_may_fail_the_first_one_ends_the_engine(overlap):
+    loop = Loop(overlap=overlap, max_failed_steps=1)
+    loop.runner.errors = {1: RuntimeError("no")}
+    loop.add(request("served", 1, num_output=1))
+    loop.drain()
+    loop.add(request("failed", 2, num_output=1))
+    with pytest.raises(EngineFailedError, match="the last with: no"):
+        loop.drain()
+    loop.assert_served(loop.submitted["served"])
+    loop.assert_failed("failed")
 
 
 def test_every_step_beats_however_it_ends():

@@ -8,7 +8,9 @@ import torch
 
 from server.kvcache.pools import CachePools, CacheSpec
 from server.messages import MediaItem, MediaKind, SamplingParams, SlabRef, TokenRange
+from server.model.ranks import OneRank
 from server.model.runner import ModelRunner
+from server.model.shard import Shard
 from server.scheduler.plan import Chunk, NewSequence, StepPlan
 
 PAGE, VOCAB, HIDDEN = 4, 32, 3
@@ -322,6 +324,47 @@ def test_a_picture_that_cannot_be_had_fails_its_slot_alone(model, pools, fault):
     assert [(token.slot, token.token_id) for token in result.sampled] == [(1, 5)]
     assert [failure.slot for failure in result.failures] == [0]
     assert model.steps[-1][0].tolist() == [4]
+
+
+class TwoRanks(OneRank):
+    """One of two ranks; the other one reports the flags `lost` whenever it is asked, and rank 0 sampled `token_ids`."""
+
+    def __init__(self, rank, lost, token_ids=()):
+        super().__init__()
+        self.shard = Shard(rank, 2)
+        self.lost, self.token_ids = lost, token_ids
+        self.num_asked = 0
+
+    def any_rank(self, flags):
+        self.num_asked += 1
+        return [a or b for a, b in zip(flags, self.lost, strict=True)]
+
+    def share(self, token_ids):
+        if self.shard.rank:
+            token_ids.copy_(torch.tensor(self.token_ids))
+
+
+def test_a_picture_that_another_rank_cannot_have_fails_its_slot_alone(model, pools):
+    ranks = TwoRanks(0, [False, True])
+    runner = runner_on(model, pools, ranks=ranks)
+    sequences = [new(1, [4]), new(0, range(6), media=(picture(10, 1),))]
+    result = step(runner, Chunk(1, 0, 1, (1,), samples=True), Chunk(0, 0, 6, (2, 3), samples=True), new_sequences=sequences)
+    assert [(token.slot, token.token_id) for token in result.sampled] == [(1, 5)]
+    assert [failure.slot for failure in result.failures] == [0]
+    assert sampled(step(runner, Chunk(1, 1, 1, (), samples=True), released=[0])) == {1: 6}
+    assert ranks.num_asked == 1, "steps without media ask nobody"
+
+
+def test_a_rank_that_follows_goes_on_with_the_tokens_of_rank_0(model, pools):
+    ranks = TwoRanks(1, [], token_ids=[20, 30])
+    runner = runner_on(model, pools, ranks=ranks)
+    sequences = [new(0, [3]), new(1, [4], num_prompt_logprobs=1), new(2, [5, 6, 7])]
+    chunks = [Chunk(0, 0, 1, (1,), samples=True), Chunk(1, 0, 1, (2,), samples=True), Chunk(2, 0, 2, (3,), samples=False)]
+    result = step(runner, *chunks, new_sequences=sequences)
+    assert (result.sampled, result.prompt_logprobs) == ((), ())
+    step(runner, Chunk(0, 1, 1, (), samples=True), Chunk(1, 1, 1, (), samples=True))
+    assert model.steps[-1][0].tolist() == [20, 30]
+    assert model.num_logit_rows == [], "only rank 0 samples"
 
 
 def test_a_step_of_failures_only_runs_no_model(model, pools):

@@ -1,0 +1,59 @@
+"""The process of a rank other than 0, `python -m server.rank_worker RANK`: its share of the model, and the steps of rank 0.
+
+It reads its launch from standard input like the engine process, and lives as long as that stays open. It decides nothing: not
+which steps are run, not which tokens are chosen, not when to leave.
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from server.engine import exit_with_parent, open_pixels
+from server.engine_launch import EngineLaunch
+from server.engine_setup import StartError, build, choose_device
+from server.model.progress import NoProgress
+from server.model.shard import Shard
+from server.rank_group import RankGroup
+from server.rank_plans import follow
+from server.rank_team import reason_file_of, store_of
+
+logger = logging.getLogger(__name__)
+
+
+def run(launch: EngineLaunch, rank: int) -> None:
+    """Start, and follow rank 0 to the end."""
+    shard = Shard(rank, launch.settings.tensor_parallel_size)
+    group = RankGroup(shard, choose_device(launch.settings.device, shard), store_of(launch))
+    parts = build(launch.settings, open_pixels(launch.slab_name), NoProgress(), ranks=group)
+    follow(parts.runner, group)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one rank and return the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank = int(arguments[0])
+    launch = EngineLaunch.model_validate_json(sys.stdin.buffer.readline())
+    # Rank 0 that is gone without a word may have hung: where did this rank wait for it?
+    exit_with_parent(faulthandler.dump_traceback)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=launch.settings.log_level.value.upper(),
+        format=f"%(asctime)s %(levelname)s engine rank {rank} %(name)s: %(message)s",
+    )
+    try:
+        run(launch, rank)
+    except Exception as error:
+        is_known = isinstance(error, StartError)
+        logger.error("rank %d leaves: %s", rank, error, exc_info=not is_known)
+        reason_file_of(launch, rank).write_text(str(error) if is_known else f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # At once: a collective that never ends would hold up the interpreter's own end.
+    os._exit(main(sys.argv[1:]))
