@@ -36,7 +36,7 @@ class HopperConfig:
 
     Attributes:
         sizes: widths of the product that are compiled, ascending; powers of two up to 256, and 288.
-        parts: pieces of 64 columns per stage; 2 for MXFP8.
+        parts: pieces of 64 columns per stage; even for MXFP8, which converts 128 columns at a time.
         w_stages: stages of 128 weight rows in flight.
         x_stages: pieces of activations in flight, in a ring of their own (MXFP8 and wide products); 0 if they travel with the
             weights.

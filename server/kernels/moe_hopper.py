@@ -518,6 +518,8 @@ def grouped_hopper(x: Tensor, weight: Weight, plan: ExpertPlan, activation: Acti
     x_desc = TensorDescriptor(x, list(x.shape), [x.shape[1], 1], x_block, _layout(*x_block, is_byte=False))
     constants = activation or Activation(1.0, 0.0, 0.0)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    assert config.x_stages == 0 or (is_mxfp8 and config.parts == 2), "only MXFP8 has a ring for activations, in steps of 128"
+    assert config.x_stages > 0 or not is_mxfp8 or config.sizes[-1] <= 256, "without that ring MXFP8 has no columns behind 256"
     parts = config.parts if x.shape[1] % (64 * config.parts) == 0 else config.parts // 2
     two = config.programs_per_processor == 2
     w_tiles = width // (64 if is_gated else 128)
