@@ -28,7 +28,6 @@ PLANNED_SETTINGS = {
     "M3_LEADER_ADDRESS",
     "M3_NODE_RANK",
     "M3_NUM_NODES",
-    "M3_TENSOR_PARALLEL_SIZE",
 }
 MEBIBYTES = {"Mi": 1, "Gi": 1024, "Ti": 1024**2}
 DEPLOYMENTS = [path for path in VALUES if "leaderworkerset" not in path.name]
@@ -58,6 +57,14 @@ def test_the_server_accepts_the_variables(path):
     given = values_of(path)["settings"]
     assert {name: getattr(settings, name) for name in given} == given
     assert settings.model_name == values_of(path)["model"]["servedName"]
+
+
+@every_values
+def test_the_server_uses_as_many_gpus_as_the_pod_has(path):
+    values = values_of(path)
+    num_pods = values["multiNode"]["size"] if values["kind"] == "LeaderWorkerSet" else 1
+    environment = server_environment(render(path))
+    assert int(environment.get("M3_TENSOR_PARALLEL_SIZE", 1)) == max(1, values["gpu"]["count"]) * num_pods
 
 
 @pytest.mark.parametrize("path", PLANNED, ids=name_of)
@@ -282,7 +289,7 @@ def test_a_changed_setting_replaces_the_pods():
 
 
 def test_keys_are_mounted_and_named_but_never_written_out():
-    manifests = render(CHART / "ci" / "planned-deployment-values.yaml")
+    manifests = render(CHART / "ci" / "gpus-values.yaml")
     pod, container = server_pod(manifests)
     (volume,) = [volume for volume in pod["spec"]["volumes"] if "secret" in volume]
     assert volume["secret"]["secretName"] == "api-keys"

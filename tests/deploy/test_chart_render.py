@@ -93,7 +93,8 @@ def notes(tmp_path_factory):
     [
         ("minimal", ["no authentication", "stops service until the new pod has loaded"], ["no such setting", "autoscaler"]),
         ("hostpath", ["hostPath needs a namespace", "the autoscaler"], ["stops service"]),
-        ("planned-deployment", ["no such setting", "get secret api-keys"], ["no authentication"]),
+        ("planned-leaderworkerset", ["no such setting"], ["get secret"]),
+        ("gpus", ["get secret api-keys"], ["no such setting", "no authentication"]),
         ("full", ["get secret api-keys"], ["no such setting", "no authentication"]),
     ],
 )

@@ -29,7 +29,6 @@ BAD = {
     "one writer, two pods": ('{"replicas": 2, "model": {"pvc": {"accessMode": "ReadWriteOnce"}}}', "several replicas need"),
     "shared memory above memory": ('shm.size="1Ti"', "resources.limits.memory must exceed"),
     "pictures above shared memory": ('shm.size="128Mi"', "shm.size must exceed settings.media_slab_bytes"),
-    "more GPUs than the server uses": ("gpu.count=8", "uses one GPU"),
     "no claim": ('model.pvc.claimName=""', "model.pvc.claimName"),
     "no path": ('model={"source": "hostPath"}', "model.hostPath.path"),
     "no revision": ('model={"source": "download"}', "model.download.revision"),

@@ -12,7 +12,7 @@ M3_{{ upper $name }}: {{ include "m3.scalar" $value | quote }}
 M3_ADMIN_PORT: {{ int64 .Values.adminPort.port | quote }}
 M3_ADMIN_HOST: "0.0.0.0"
 {{- end }}
-{{- if .Values.planned.tensorParallel }}
+{{- if gt (int .Values.gpu.count) 1 }}
 M3_TENSOR_PARALLEL_SIZE: {{ mul (int64 .Values.gpu.count) (ternary (int64 .Values.multiNode.size) 1 (eq .Values.kind "LeaderWorkerSet")) | quote }}
 {{- end }}
 {{- if .Values.auth.existingSecret }}

@@ -34,9 +34,6 @@
 {{- if and .Values.settings.media_slab_bytes (ge (div (int64 .Values.settings.media_slab_bytes) 1048576) (include "m3.mebibytes" .Values.shm.size | int64)) }}
 {{- fail "shm.size must exceed settings.media_slab_bytes: decoded pictures lie in /dev/shm" }}
 {{- end }}
-{{- if and (gt (int .Values.gpu.count) 1) (not .Values.planned.tensorParallel) }}
-{{- fail "gpu.count: this version of the server uses one GPU; more need planned.tensorParallel and a server that has it" }}
-{{- end }}
 {{- if and .Values.gpu.resourceClaimTemplate (semverCompare "<1.31.0-0" .Capabilities.KubeVersion.Version) }}
 {{- fail "gpu.resourceClaimTemplate needs Kubernetes 1.31 or later" }}
 {{- end }}
