@@ -32,7 +32,7 @@ def cpu_s(pid):
 @pytest.mark.slow
 def test_health_and_streams_go_on_while_a_process_of_their_own_prepares_prompts_of_27_megabytes():
     body = chat_body("The quick brown fox. " * (NUM_BYTES // 21))
-    with ServerProcess() as server:
+    with ServerProcess(M3_PREPARE_WORKERS="1") as server:
         worker = server.child_pid("server.api.prepare_worker")
         before_s = cpu_s(worker)
         url = urlsplit(server.url)
