@@ -4,6 +4,7 @@ Takes one task at a time, answers it, and leaves when the socket closes. It may 
 exhaust time or memory and cost nothing but itself. It holds no secrets, and gives way to everything else on the machine.
 """
 
+import gc
 import logging
 import os
 import resource
@@ -100,6 +101,8 @@ def serve(connection: socket.socket, parent_pid: int, log: LogKeeper) -> None:
     confine(MEMORY_BYTES, parent_pid)
     silence()
     os.nice(max(0, setup.niceness - START_NICENESS))
+    gc.collect()
+    gc.freeze()
     send(connection, Answer())
     start_bytes = resident_bytes()
     while True:
@@ -110,6 +113,7 @@ def serve(connection: socket.socket, parent_pid: int, log: LogKeeper) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(connection, msgspec.structs.replace(answer, log=log.take()), following)
         del raw, answer, following
+        gc.collect()  # errors and frames that refer to each other may hold a whole body
         send(connection, Idle(resident_bytes() - start_bytes))
 
 

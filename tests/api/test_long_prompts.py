@@ -1,6 +1,7 @@
 """A prompt as large as a body may be holds up nobody. Bounds are generous: the machine may be busy with other things."""
 
 import asyncio
+import base64
 import json
 import os
 import threading
@@ -97,3 +98,25 @@ def test_bodies_that_are_being_read_share_a_budget(monkeypatch):
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
     assert int(refused.headers["retry-after"]) > 0
     assert taken.status_code == 200
+
+
+def test_pictures_of_a_large_body_arrive_whole():
+    pictures = [bytes([number]) * 1_000_001 for number in range(3)]
+    urls = ["data:;base64," + base64.b64encode(data).decode() for data in pictures]
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    body = chat([*content, {"type": "text", "text": "word " * 100_000}])
+
+    async def answer(media, max_model_len):
+        engine = ScriptedEngine(Say("ok"), max_model_len=max_model_len)
+        async with asyncio.timeout(60), http_client(engine, media) as client:
+            response = await client.post(CHAT, json=body)
+            assert len(client._transport.app.state.service._large_bodies.pids) == 1
+            return response
+
+    media = ScriptedMedia()
+    refused = asyncio.run(answer(media, 4096))
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert media.planned == []
+    taken = asyncio.run(answer(media, 500_000))
+    assert taken.json()["choices"][0]["message"]["content"] == "ok"
+    assert [source.data for source in media.planned] == pictures
