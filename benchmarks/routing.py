@@ -10,9 +10,10 @@ from benchmarks.step_cases import StepCase
 from server.kernels.moe import route
 from server.kernels.norm import add_rms_norm
 from server.kvcache.pools import CachePools
+from server.model.shard import Alone
 
 
-class Recorder:
+class Recorder(Alone):
     """A collective that keeps what it was given: attention and MLP of every layer in turn."""
 
     def __init__(self) -> None:

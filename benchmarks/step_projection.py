@@ -1,7 +1,7 @@
 """What one step of all 60 layers on several GPUs would take, from measured parts of one rank: a projection, and called so.
 
 `dense layers + sparse layers + two sums over ranks per layer + rest of the model + logits + sampling + idle time`. The sums
-were measured between fewer GPUs than the projection speaks of, so they are a lower bound.
+were measured between fewer GPUs than the projection speaks of, so they are a lower bound; gathering the logits is left out.
 """
 
 from collections.abc import Iterator, Sequence

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from server.model.shard import ProcessGroupSum, Shard
+from server.model.shard import ProcessGroup, Shard
 
 FRAME_BYTES: Final = 16 << 10  # a step of 64 decodes takes a quarter of it
 _LENGTH_BYTES: Final = 8
@@ -45,7 +45,7 @@ class RankGroup:
         self._hosts = dist.group.WORLD
         self._devices = dist.new_group(backend="nccl") if device.type == "cuda" else self._hosts
         assert self._devices is not None
-        self.collective = ProcessGroupSum(self._devices)
+        self.collective = ProcessGroup(self._devices)
         self._bytes = bytearray(FRAME_BYTES)
         self._frame = torch.frombuffer(self._bytes, dtype=torch.uint8)  # the same memory
 

@@ -37,7 +37,8 @@ class M3Model:
     def __init__(self, config: M3Config, weights: Mapping[str, Tensor], collective: Collective) -> None:
         """Assemble the model from loaded parameters; use `load`."""
         self._embed = weights["embed"]  # [vocab, hidden]
-        self._lm_head = weights["lm_head"]  # [vocab, hidden]
+        self._lm_head = weights["lm_head"]  # [vocab, hidden], or this rank's rows of it
+        self._collective = collective
         self.config = config
         self.device = self._embed.device
         self.dtype = self._embed.dtype
@@ -104,8 +105,11 @@ class M3Model:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] rows of `forward` to [S, vocab] fp32."""
-        return linear(hidden, self._lm_head).float()
+        """[S, hidden] rows of `forward` to [S, vocab] fp32; all ranks call it together."""
+        logits = linear(hidden, self._lm_head)
+        if logits.shape[1] < self.config.text.vocab_size:
+            logits = self._collective.all_gather(logits)
+        return logits.float()
 
     @property
     def media_segment_len(self) -> int:

@@ -160,8 +160,8 @@ class ModelRunner:
         for sequence in plan.new_sequences:
             self._builder.admit(sequence)
             self._media.admit(sequence.slot, sequence.media)
+            self._scorer.admit(sequence)
             if self._is_lead:
-                self._scorer.admit(sequence)
                 self._sampler.admit(sequence)
         fresh_pages = self._builder.append_pages(plan.chunks)
         if self._poison_pages:
@@ -198,9 +198,11 @@ class ModelRunner:
             index = self._builder.to_device(torch.stack([torch.tensor(sampling), ends[sampling] - 1]))
             slots, hidden = slots[index[0]], hidden[index[1]]
             logits = None if logits is None else logits[index[1]]
+        if logits is None:
+            logits = self._model.logits(hidden)
         if self._is_lead:
             rows = [SamplingRow(chunks[i].slot, chunks[i].start + chunks[i].num_tokens) for i in sampling]
-            sample = self._choose(rows, self._model.logits(hidden) if logits is None else logits)
+            sample = self._choose(rows, logits)
         token_ids = torch.empty(len(sampling), dtype=torch.int64, device=slots.device) if sample is None else sample.token_ids
         self._ranks.share(token_ids)
         self._builder.set_last_tokens(slots, token_ids)

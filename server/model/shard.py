@@ -1,7 +1,7 @@
-"""Which part of the model one tensor-parallel rank holds, and the one sum that joins the parts.
+"""Which part of the model one tensor-parallel rank holds, and what joins the parts.
 
-Query heads and the widths of MLPs and experts are cut evenly. KV heads and their index heads are cut while there are enough
-of them and held by several ranks beyond that. Everything else is on every rank.
+Query heads, the widths of MLPs and experts, and the rows of the logits' matrix are cut evenly. KV heads and their index heads
+are cut while there are enough of them and held by several ranks beyond that. Everything else is on every rank.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,10 @@ class Shard:
         size = total // self.world
         return slice(self.rank * size, (self.rank + 1) * size)
 
+    def vocab(self, total: int) -> slice:
+        """This rank's share of the rows that logits are made with; all of them when they cannot be cut evenly."""
+        return slice(0, total) if total % self.world else self.even(total, "vocab_size")
+
     def kv_heads(self, total: int) -> slice:
         """This rank's KV heads (and index query heads): those that its query heads read.
 
@@ -49,6 +53,9 @@ class Collective(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks, the same on each; may reuse the memory of `x`."""
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[S, n] of every rank to [S, ranks * n], the same on each: columns in the order of the ranks."""
+
 
 class Alone:
     """The collective of a single rank."""
@@ -57,9 +64,13 @@ class Alone:
         """`x` itself."""
         return x
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x
 
-class ProcessGroupSum:
-    """Sums over a torch.distributed group: NCCL on GPUs, Gloo on CPU."""
+
+class ProcessGroup:
+    """Joins over a torch.distributed group: NCCL on GPUs, Gloo on CPU."""
 
     def __init__(self, group: "torch.distributed.ProcessGroup") -> None:
         self._group = group
@@ -68,3 +79,10 @@ class ProcessGroupSum:
         """The sum over the group, in place."""
         torch.distributed.all_reduce(x, group=self._group)
         return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The columns of all ranks."""
+        world = torch.distributed.get_world_size(self._group)
+        parts = x.new_empty((world * x.shape[0], x.shape[1]))
+        torch.distributed.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
+        return parts.view(world, *x.shape).transpose(0, 1).reshape(x.shape[0], -1)

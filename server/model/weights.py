@@ -49,7 +49,8 @@ def _stacked(name: str, pieces: Sequence[Piece], *, is_projection: bool = False)
 def _text(config: TextConfig, shard: Shard, quantization: Quantization | None) -> Iterator[Parameter]:
     root, hidden = "language_model.model", config.hidden_size
     yield _plain("embed", f"{root}.embed_tokens.weight", config.vocab_size, hidden)
-    yield _plain("lm_head", "language_model.lm_head.weight", config.vocab_size, hidden)
+    head = Piece("language_model.lm_head.weight", (config.vocab_size, hidden), (shard.vocab(config.vocab_size),))
+    yield Parameter("lm_head", head.cut_shape, (head,))
     yield _plain("norm", f"{root}.norm.weight", hidden)
     for layer in range(config.num_layers):
         ours, released = f"layers.{layer}", f"{root}.layers.{layer}"

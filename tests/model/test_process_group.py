@@ -7,7 +7,7 @@ import torch
 from server.kvcache.pools import CachePools
 from server.model.config import M3Config, cache_spec
 from server.model.m3 import M3Model
-from server.model.shard import ProcessGroupSum, Shard
+from server.model.shard import ProcessGroup, Shard
 from tests.oracle import SilentProgress
 from tests.paged import paged_case
 
@@ -24,7 +24,7 @@ def run_rank(rank, folder, store, answers):
     """One rank: load its share, run a prefill, send the logits."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    collective = ProcessGroupSum(torch.distributed.group.WORLD)
+    collective = ProcessGroup(torch.distributed.group.WORLD)
     config, shard = M3Config.from_file(folder), Shard(rank, WORLD)
     model = M3Model.load(folder, config, CPU, torch.float32, shard, SilentProgress(), collective)
     case = paged_case([LENGTH], [LENGTH], config.text.block_size)

@@ -21,16 +21,23 @@ class ThreadSum:
 
     def __init__(self, world):
         self._barrier = threading.Barrier(world, timeout=60)
-        self._parts = []
+        self._parts = {}
+        self.rank = threading.local()
 
     def all_reduce(self, x):
-        self._parts.append(x)
+        return self._join(x, lambda parts: torch.stack(parts).sum(0))
+
+    def all_gather(self, x):
+        return self._join(x, lambda parts: torch.cat(parts, dim=1))
+
+    def _join(self, x, join):
+        self._parts[self.rank.index] = x
         self._barrier.wait()
-        total = torch.stack(self._parts).sum(0)
+        joined = join([self._parts[rank] for rank in sorted(self._parts)])
         if self._barrier.wait() == 0:
             self._parts.clear()
         self._barrier.wait()
-        return total
+        return joined
 
 
 def shares(oracle, world):
@@ -66,7 +73,7 @@ def test_heads_are_cut_with_their_kv_and_index_heads_and_the_index_key_is_on_eve
 
 
 def test_everything_else_is_on_every_rank(small_blocks):
-    cut = ("qkv", "out", "gate_up", "down", "w13", "w2")
+    cut = ("qkv", "out", "gate_up", "down", "w13", "w2", "lm_head")
     (whole,) = shares(small_blocks, 1)
     for share in shares(small_blocks, WORLD):
         assert share.keys() == whole.keys()
@@ -82,6 +89,7 @@ def test_two_ranks_compute_what_one_computes(small_blocks):
 
     def run(rank):
         torch.set_num_threads(1)
+        collective.rank.index = rank
         shard = Shard(rank, WORLD)
         model = M3Model.load(small_blocks.folder, small_blocks.config, CPU, torch.float32, shard, SilentProgress(), collective)
         pools = CachePools(cache_spec(small_blocks.config, torch.float32, shard), case.num_pages, CPU)
