@@ -1,6 +1,6 @@
 """Client messages to template messages, and their pictures and clips to media sources.
 
-Runs in a thread: it decodes base64. Addresses are passed on; the media pipeline fetches what they name.
+Runs off the event loop: it decodes base64. Addresses are passed on; the media pipeline fetches what they name.
 """
 
 import msgspec

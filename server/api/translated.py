@@ -1,6 +1,6 @@
 """The way of another endpoint's body into the chat path: after it nothing knows which endpoint a request came through.
 
-Runs in a thread, like everything that costs time in proportion to the body.
+Runs off the event loop, like everything that costs time in proportion to the body.
 """
 
 import msgspec
