@@ -229,6 +229,8 @@ def assemble(
         ranks=ranks,
     )
     warm_up(runner)
+    if model.device.type == "cuda":
+        compile_prefills(runner, spec.page_size, min(sizes.max_num_batched_tokens, sizes.max_seq_len))
     if settings.enable_cuda_graphs and memory is not None and model.device.type == "cuda":
         capture_graphs(runner, CudaRecorder(), memory, memory_plan.use.graphs)
     lane_page_bytes = {str(lane.name).lower(): num_bytes for lane, num_bytes in spec.lane_bytes.items()}
@@ -277,3 +279,16 @@ def warm_up(runner: ModelRunner) -> None:
         runner.execute(StepPlan(3 * number, (), (sequence,), (Chunk(0, 0, 2, (0,), samples=True),)))
         runner.execute(StepPlan(3 * number + 1, (), (), (Chunk(0, 2, 1, (), samples=True),)))
         runner.execute(StepPlan(3 * number + 2, (0,), (), ()))
+
+
+def compile_prefills(runner: ModelRunner, page_size: int, longest: int) -> None:
+    """Run prompts of 4, 8, 16 ... and `longest` tokens on the first pages, past the scheduler.
+
+    Kernels and their tiles are chosen by the number of tokens; each choice is compiled at its first use, so not by a request.
+    """
+    lengths = [1 << power for power in range(2, (longest - 1).bit_length())] + [longest]
+    for number, length in enumerate(lengths):
+        sequence = NewSequence(0, "compile", [0] * length, length, SamplingParams(max_tokens=1), ())
+        pages = tuple(range(-(-length // page_size)))
+        runner.execute(StepPlan(2 * number, (), (sequence,), (Chunk(0, 0, length, pages, samples=True),)))
+        runner.execute(StepPlan(2 * number + 1, (0,), (), ()))

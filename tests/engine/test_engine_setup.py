@@ -7,6 +7,7 @@ from server.engine_memory import capture_graphs, run_largest_steps
 from server.engine_setup import (
     StartError,
     build,
+    compile_prefills,
     choose_device,
     choose_dtype,
     choose_model_len,
@@ -205,6 +206,31 @@ def test_the_largest_steps_are_as_large_as_steps_can_be(model):
 
     run_largest_steps(Watched(), spec, StepLimits(max_num_seqs=3, max_num_batched_tokens=48, max_model_len=100))
     assert seen == [("pictures", 576), (48, 1, 100, 1), (3, 3, 100, 1)]
+
+
+@pytest.mark.parametrize(("longest", "lengths"), [(48, [4, 8, 16, 32, 48]), (64, [4, 8, 16, 32, 64]), (5, [4, 5]), (3, [3])])
+def test_prompts_of_every_size_class_run_before_a_request_does(model, longest, lengths):
+    spec = cache_spec(model.config, model.dtype)
+    plans = []
+
+    class Watched(ModelRunner):
+        def launch(self, plan):
+            plans.append(plan)
+            return super().launch(plan)
+
+    pools = CachePools(spec, 64 // spec.page_size, CPU)
+    runner = Watched(
+        model,
+        pools,
+        max_num_seqs=1,
+        max_model_len=64,
+        vocab_size=model.config.text.vocab_size,
+        read_pixels=no_pixels,
+        base_seed=0,
+    )
+    compile_prefills(runner, spec.page_size, longest)
+    assert [chunk.num_tokens for plan in plans for chunk in plan.chunks] == lengths
+    assert plans[-1].released_slots == (0,)
 
 
 def test_the_sequence_length_is_the_settings_or_the_window():
