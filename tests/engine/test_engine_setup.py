@@ -7,11 +7,11 @@ from server.engine_memory import capture_graphs, run_largest_steps
 from server.engine_setup import (
     StartError,
     build,
-    compile_prefills,
     choose_device,
     choose_dtype,
     choose_model_len,
     choose_step_tokens,
+    compile_prefills,
     plan_memory,
     require_cut,
 )
