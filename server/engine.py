@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import msgspec
 
@@ -181,16 +180,14 @@ def start(launch: EngineLaunch, channel: EngineChannel, heartbeat: Heartbeat, te
     return parts
 
 
-def exit_with_parent(last_words: Callable[[], None] | None = None) -> None:
-    """Leave at once when standard input ends: the parent is gone, nobody waits for an answer; `last_words` come before."""
+def exit_with_parent() -> None:
+    """Leave at once when standard input ends: the front is gone, nobody waits for an answer."""
     stdin = sys.stdin.fileno()
 
     def watch() -> None:
         # Not through sys.stdin: its lock, held by a daemon thread, would break the interpreter's own exit.
         while os.read(stdin, 4096):
             pass
-        if last_words is not None:
-            last_words()
         os._exit(1)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()

@@ -139,9 +139,8 @@ def build(
     dtype = choose_dtype(settings.dtype, device)
     if device.type == "cpu":
         limit_cpu_threads(ranks.shard.world)
-    else:
-        torch.cuda.set_device(device)
-        memory = memory or CudaMemory(device)
+    elif memory is None:
+        memory = CudaMemory(device)
     try:
         config = M3Config.from_file(settings.model)
         model_len = choose_model_len(settings, config.text.max_position_embeddings)

@@ -35,9 +35,11 @@ class RankGroup:
 
         Args:
             shard: this rank.
-            device: of its model.
+            device: of its model; the current one from now on.
             store: file through which they meet; in a folder that only this user can enter.
         """
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         for name, interface in _LOOPBACK.items():
             os.environ.setdefault(name, interface)
         self.shard = shard

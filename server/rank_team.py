@@ -1,7 +1,7 @@
 """The other ranks of an engine, as processes that rank 0 starts, watches and ends.
 
-They live as long as rank 0: each reads a pipe that closes with it. Rank 0 lives as long as all of them: one that leaves ends
-the engine, even while it waits for that rank in a collective, because a thread of its own watches each.
+They live as long as rank 0: the kernel tells them of its end. Rank 0 lives as long as all of them: one that leaves ends the
+engine, even while it waits for that rank in a collective, because a thread of its own watches each.
 """
 
 import logging
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 WORKER_COMMAND = (sys.executable, "-m", "server.rank_worker")
 LOSS_NOTICE_S = 2.0  # from the first sign that a rank is gone to its exit code
-LEAVE_S = 2.0
+LEAVE_S = 1.0
 STOP_TIMEOUT_S = 5.0
 
 
@@ -63,7 +64,7 @@ class RankTeam:
         if self._world == 1:
             return OneRank()
         for rank in range(1, self._world):
-            worker = subprocess.Popen([*WORKER_COMMAND, str(rank)], stdin=subprocess.PIPE)
+            worker = subprocess.Popen([*WORKER_COMMAND, str(rank), str(os.getpid())], stdin=subprocess.PIPE)
             self._workers.append(worker)
             threading.Thread(target=self._watch, args=(rank, worker), name=f"rank {rank} watch", daemon=True).start()
             assert worker.stdin is not None
@@ -89,11 +90,11 @@ class RankTeam:
 
     def close(self) -> None:
         """End the other ranks; those that were dismissed get some time to leave by themselves. Idempotent."""
-        was_dismissed = self._is_closing.is_set()
+        deadline_s = time.monotonic() + (STOP_TIMEOUT_S if self._is_closing.is_set() else 0)
         self._is_closing.set()
         for worker in self._workers:
             try:
-                worker.wait(STOP_TIMEOUT_S if was_dismissed else 0)
+                worker.wait(max(0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 worker.kill()
                 worker.wait()
@@ -104,8 +105,8 @@ class RankTeam:
         if self._is_closing.is_set():
             return
         file = reason_file_of(self._launch, rank)
-        reason = file.read_text() if file.exists() else "its log says why"
-        text = f"rank {rank} of {self._world} left with exit code {code}: {reason}"
+        reason = f": {file.read_text()}" if file.exists() else ""
+        text = f"rank {rank} of {self._world} left with exit code {code}{reason}"
         logger.critical("%s", text)
         if not self._is_serving:
             channel = EngineChannel(self._launch.address)  # the loop's own is the other thread's

@@ -1,9 +1,11 @@
-"""The process of a rank other than 0, `python -m server.rank_worker RANK`: its share of the model, and the steps of rank 0.
+"""The process of a rank other than 0, `python -m server.rank_worker RANK PARENT`: its share of the model.
 
-It reads its launch from standard input like the engine process, and lives as long as that stays open. It decides nothing: not
-which steps are run, not which tokens are chosen, not when to leave.
+It reads its launch from standard input like the engine process, whose id is PARENT, and carries out the plans of that process.
+It decides nothing: not which steps are run, not which tokens are chosen, not when to leave. When rank 0 is gone, the kernel
+ends it.
 """
 
+import ctypes
 import faulthandler
 import logging
 import os
@@ -11,9 +13,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from server.engine import exit_with_parent, open_pixels
+from server.engine import open_pixels
 from server.engine_launch import EngineLaunch
 from server.engine_setup import StartError, build, choose_device
+from server.heartbeat import STACKS_SIGNAL
 from server.model.progress import NoProgress
 from server.model.shard import Shard
 from server.rank_group import RankGroup
@@ -21,6 +24,8 @@ from server.rank_plans import follow
 from server.rank_team import reason_file_of, store_of
 
 logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
 
 
 def run(launch: EngineLaunch, rank: int) -> None:
@@ -32,13 +37,16 @@ def run(launch: EngineLaunch, rank: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one rank and return the exit code."""
+    """Run one rank and return the exit code; the arguments are its number and the process id of rank 0."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    rank = int(arguments[0])
+    # A rank 0 that is gone may have hung: the signal prints where this rank was, and ends it, whatever it waits for.
+    faulthandler.register(STACKS_SIGNAL, chain=True)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, STACKS_SIGNAL, 0, 0, 0)
+    rank, parent = map(int, arguments)
+    if os.getppid() != parent:
+        return 1  # it was gone before the kernel was asked
     launch = EngineLaunch.model_validate_json(sys.stdin.buffer.readline())
-    # Rank 0 that is gone without a word may have hung: where did this rank wait for it?
-    exit_with_parent(faulthandler.dump_traceback)
     logging.basicConfig(
         stream=sys.stderr,
         level=launch.settings.log_level.value.upper(),

@@ -301,6 +301,12 @@ def test_keys_are_mounted_and_named_but_never_written_out():
     )
 
 
+@pytest.mark.parametrize(("count", "expected"), [(0, None), (1, None), (8, "8")])
+def test_the_server_uses_the_gpus_of_its_pod(count, expected):
+    manifests = render(CHART / "ci" / "minimal-values.yaml", sets=(f"gpu.count={count}",))
+    assert server_environment(manifests).get("M3_TENSOR_PARALLEL_SIZE") == expected
+
+
 def test_workers_of_a_group_are_no_target():
     manifests = render(CHART / "ci" / "planned-leaderworkerset-values.yaml")
     assert one(manifests, "Service")["spec"]["selector"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"

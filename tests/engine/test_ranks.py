@@ -3,15 +3,19 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from server.api.engine_client import EngineClient
+from server.engine_launch import EngineLaunch
 from server.errors import EngineUnavailableError
 from server.media.slab import MediaSlab
 from server.messages import Failed, FailureKind, Finished, FinishReason, MediaItem, MediaKind, SlabRef
+from server.rank_team import WORKER_COMMAND
+from server.transport import make_address
 from tests.e2e.server_process import is_running
 from tests.engine.serving import Pixels, Server
 from tests.engine.test_determinism import PAGE, REQUESTS, picture, prompt_of, request, with_picture
@@ -117,9 +121,12 @@ def test_when_a_rank_is_killed_all_end_and_requests_fail(checkpoint, victim, cap
             await gone(worker)
         assert isinstance(end, Failed)
         assert end.kind in (FailureKind.ENGINE_DEAD, FailureKind.INTERNAL)
+        log = capfd.readouterr().err
         if victim == "worker":
             assert client.exit_code == 1
-            assert "rank 1 of 2 left with exit code -9" in capfd.readouterr().err
+            assert "rank 1 of 2 left with exit code -9" in log
+        else:
+            assert " in follow\n" in log, "the other rank says where it was"
 
     with_engine(scenario, checkpoint)
 
@@ -134,6 +141,15 @@ def test_an_idle_engine_ends_when_a_rank_does(checkpoint):
         assert client.exit_code == 1
 
     with_engine(scenario, checkpoint)
+
+
+def test_a_rank_whose_parent_is_gone_already_does_not_start(checkpoint):
+    launch = EngineLaunch(settings=settings_for(checkpoint, tensor_parallel_size=2), address=make_address())
+    line = launch.model_dump_json().encode() + b"\n"
+    # Its parent is this process, not the one that it is told of.
+    result = subprocess.run([*WORKER_COMMAND, "1", "1"], input=line, timeout=TIMEOUT_S)
+    assert result.returncode == 1
+    launch.address.rmdir()
 
 
 BROKEN_WORKER = """
