@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # For a hanging engine to print its stacks.
 STACKS_S: Final = 5.0
-TICK_S: Final = 1.0
+MAX_TICK_S: Final = 1.0
 
 
 class Lifecycle:
@@ -110,9 +110,10 @@ class Lifecycle:
 
     async def _tick(self) -> None:
         """Show the watchdog that the event loop takes turns."""
+        period_s = min(MAX_TICK_S, self._settings.stall_timeout_s / 10)
         while True:
             self._loop_beat = time.monotonic_ns()
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(period_s)
 
     def _engine_beat(self) -> int:
         engine = self._engine

@@ -131,7 +131,7 @@ def test_an_engine_that_dies_ends_the_container_with_a_code():
 
 
 def test_an_engine_that_hangs_fails_the_liveness_probe_and_ends_the_container():
-    with kubelet(["settings.stall_timeout_s=2"]) as pod:
+    with kubelet(["settings.stall_timeout_s=5"]) as pod:
         pod.wait_for("ready")
         stream = Stream(pod.url)
         assert stream.first.wait(30)
