@@ -48,7 +48,7 @@ class Stream(threading.Thread):
 def test_a_stream_survives_a_drain_and_new_requests_do_until_sigterm():
     with kubelet(["drain.drainSeconds=60"]) as pod:
         pod.wait_for("ready")
-        stream = Stream(pod.url, max_tokens=800)
+        stream = Stream(pod.url, max_tokens=3000)
         assert stream.first.wait(30)
         stopping = threading.Thread(target=pod.stop)
         stopping.start()
