@@ -208,7 +208,9 @@ def _multiply_mxfp8_narrow(
     HALF: gl.constexpr, STEPS: gl.constexpr, MAIN: gl.constexpr, W_PARTS: gl.constexpr, W_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Few columns: what takes time is the copies and the conversion, so that the products are waited for at once."""
-    UNROLL: gl.constexpr = 4 if STEPS % 4 == 0 else (3 if STEPS % 3 == 0 else 2 - STEPS % 2)
+    # Whole stages, so that the part of a stage is known when it is compiled.
+    UNROLL: gl.constexpr = 4 if STEPS % 4 == 0 else (3 if STEPS % 3 == 0 and W_PARTS == 1 else 2 - STEPS % 2)
+    gl.static_assert(UNROLL % W_PARTS == 0)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     acc = gl.zeros([64, MAIN], gl.float32, layout=mma)
     # Scales are loaded UNROLL steps ahead.

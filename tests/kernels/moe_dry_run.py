@@ -9,7 +9,7 @@ from server.kernels.moe_router import route_triton
 from tests.kernels.hopper_dry_run import compile_instead_of_launching, report
 from tests.kernels.moe_reference import ACTIVATION, random_mxfp8
 
-NUM_EXPERTS, HIDDEN, WIDTH, TOPK = 8, 512, 384, 4
+NUM_EXPERTS, HIDDEN, WIDTH, TOPK = 8, 768, 384, 4  # six steps of a hidden width: no whole number of fours
 
 if __name__ == "__main__":
     compile_instead_of_launching()
