@@ -22,7 +22,7 @@ def reports():
 
 @pytest.mark.slow
 def test_the_kernels_fit_a_multiprocessor_and_many_tokens_use_warpgroup_products(reports):
-    few, many = reports[-1]["_linear_few_kernel"], reports[-1]["_linear_hopper_kernel"]
+    few, many = reports[-1]["_linear_few_kernel"], reports[-1]["linear_hopper_kernel"]
     assert many["wgmma"]
     assert max(few["shared_bytes"], many["shared_bytes"]) <= SHARED_BYTES_OF_A_BLOCK
 
