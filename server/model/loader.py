@@ -10,12 +10,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from server.kernels.mxfp8 import Mxfp8Weight, dequantize_torch, with_nan_scales
-from server.model.checkpoint import verify
+from server.kernels.mxfp8 import MAX_SCALE, Mxfp8Weight, dequantize_torch, largest_scale, with_nan_scales
+from server.model.checkpoint import CheckpointError, verify
 from server.model.parameter import Parameter, Piece
 from server.model.progress import Progress
 from server.model.quantization import SCALES
-from server.model.stored_file import StoredTensor
+from server.model.stored_file import SCALE_TYPES, StoredTensor
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def load_parameters(
         Tensors by parameter name.
 
     Raises:
-        CheckpointError: before anything is allocated; see `verify`.
+        CheckpointError: before anything is allocated, see `verify`; or while reading, a scale that kernels do not take.
     """
     stored = verify(model_dir, parameters)
     by_file: dict[str, list[tuple[Parameter, Piece]]] = defaultdict(list)
@@ -54,6 +54,8 @@ def load_parameters(
                 if piece.scales:
                     read = _dequantized(read, piece.scales, model_dir / stored[piece.scales.name].file_name)
                     progress.advance(_num_bytes(piece.scales, stored))
+                elif piece.types == SCALE_TYPES:
+                    _refuse_large(read, piece.name)
                 tensors[parameter.name][piece.into].copy_(read)
                 progress.advance(_num_bytes(piece, stored))
     _mark_nans(tensors)
@@ -69,6 +71,14 @@ def _dequantized(values: Tensor, scales: Piece, path: Path) -> Tensor:
     """MXFP8 values as fp32, with the scales that `path` holds."""
     with safe_open(path, framework="pt") as file:
         return dequantize_torch(Mxfp8Weight(values, file.get_slice(scales.name)[scales.cut]), torch.float32)
+
+
+def _refuse_large(scales: Tensor, name: str) -> None:
+    largest = largest_scale(scales)
+    if largest > MAX_SCALE:
+        found = f"{name} (2^{largest - 127})"
+        kind = f"MXFP8 scales above 2^{MAX_SCALE - 127}"
+        raise CheckpointError(f"the checkpoint cannot be loaded; {kind}: {found}", {kind: [found]})
 
 
 def _mark_nans(tensors: Mapping[str, Tensor]) -> None:

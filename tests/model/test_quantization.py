@@ -150,6 +150,24 @@ def test_a_nan_value_is_a_nan_weight(written):
     assert row.isnan().nonzero().flatten().tolist() == list(range(32, 64))
 
 
+def test_the_largest_scale_is_taken_and_a_larger_one_refused_by_name(written):
+    scales = f"{QUERY}_scale_inv"
+
+    def set_scales(scale):
+        def change_tensors(tensors):
+            tensors[scales][3, :] = torch.tensor([scale, 255], dtype=torch.uint8)
+
+        change(written[0], change_tensors)
+
+    set_scales(134)
+    row = restored(load(written[0]), "layers.1.qkv")[3]
+    assert row[:32].isfinite().all()
+    assert row[32:].isnan().all()
+    set_scales(135)
+    with pytest.raises(CheckpointError, match=rf"MXFP8 scales above 2\^7: {scales} \(2\^8\)"):
+        load(written[0])
+
+
 def test_a_quantised_checkpoint_needs_a_config_that_says_so(written):
     config = json.loads((written[0] / "config.json").read_text())
     del config["quantization_config"]
