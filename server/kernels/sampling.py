@@ -247,13 +247,13 @@ def logprobs(logits: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, Tensor,
     """Log-probabilities of the model's own distribution.
 
     Args:
-        logits: [R, V] fp32, as the model gave them.
+        logits: [R, V], any floating dtype, as the model gave them.
         ids: [R] int64, the chosen tokens.
         num_top: alternatives, >= 0.
 
     Returns:
-        logprob of the choice [R], ids of the best alternatives [R, num_top] best first, their logprobs [R, num_top].
+        logprob of the choice [R] fp32, ids of the best alternatives [R, num_top] best first, their logprobs [R, num_top] fp32.
     """
-    log_probabilities = torch.log_softmax(logits, dim=-1)
+    log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     top, top_ids = log_probabilities.topk(min(num_top, logits.shape[-1]), dim=-1)
     return log_probabilities.gather(1, ids[:, None]).squeeze(1), top_ids, top

@@ -35,7 +35,7 @@ class DecodeModel(Protocol):
         """Hidden states [T, hidden] after the final norm."""
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
-        """[S, vocab] fp32."""
+        """[S, vocab]."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DecodeOutput:
     Attributes:
         slots: [B] int64.
         hidden: [B, hidden] after the final norm.
-        logits: [B, vocab] fp32.
+        logits: [B, vocab] in the model dtype.
     """
 
     slots: Tensor

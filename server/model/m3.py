@@ -69,7 +69,7 @@ class M3Model:
             collective: joins the ranks; required with more than one rank.
 
         Raises:
-            CheckpointError: everything that is wrong with the files, before any allocation.
+            CheckpointError: what is wrong with the files, see `load_parameters`.
             ValueError: the model cannot be cut for that many ranks.
         """
         shard = shard or Shard()
@@ -105,11 +105,11 @@ class M3Model:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] rows of `forward` to [S, vocab] fp32; all ranks call it together."""
+        """[S, hidden] rows of `forward` to [S, vocab] in the model dtype; all ranks call it together."""
         logits = linear(hidden, self._lm_head)
         if logits.shape[1] < self.config.text.vocab_size:
             logits = self._collective.all_gather(logits)
-        return logits.float()
+        return logits
 
     @property
     def media_segment_len(self) -> int:

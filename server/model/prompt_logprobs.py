@@ -10,7 +10,7 @@ from server.kernels.sampling import logprobs
 from server.messages import TokenLogprobs
 from server.scheduler.plan import Chunk, NewSequence, PromptLogprobs, SlotFailure
 
-# Logits of so many positions at a time: with 200,000 tokens they are 100 MB.
+# Logits of so many positions at a time: of 200,000 tokens their log-probabilities are 100 MB.
 ROWS_PER_BLOCK = 128
 
 
@@ -46,7 +46,7 @@ class PromptScorer:
         Args:
             chunks: of the step, in the order of the rows.
             hidden: [T, hidden], after the final norm.
-            logits_of: [S, hidden] to [S, V] fp32.
+            logits_of: [S, hidden] to [S, V].
         """
         entries: list[PromptLogprobs] = []
         failures: list[SlotFailure] = []

@@ -43,7 +43,7 @@ class Model(MediaEncoder, Protocol):
         """Hidden states [T, hidden] after the final norm; `embeddings` are rows [n] int64 and features [n, hidden]."""
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
-        """[S, vocab] fp32."""
+        """[S, vocab]."""
 
 
 class _Computed(NamedTuple):
@@ -52,7 +52,7 @@ class _Computed(NamedTuple):
     Attributes:
         slots: [B] int64.
         hidden: [T, hidden] after the final norm.
-        logits: [T, vocab] fp32, where a graph computed them already.
+        logits: [T, vocab], where a graph computed them already.
     """
 
     slots: Tensor

@@ -179,6 +179,13 @@ def test_logprobs_are_of_the_raw_distribution():
     assert top.exp()[0].tolist() == pytest.approx([0.6, 0.3])
 
 
+def test_logprobs_of_half_precision_logits_are_not_rounded_to_it():
+    logits = torch.randn(3, 301, generator=torch.Generator().manual_seed(0)).bfloat16()
+    choices = torch.tensor([4, 5, 6])
+    for ours, expected in zip(logprobs(logits, choices, 5), logprobs(logits.float(), choices, 5), strict=True):
+        assert torch.equal(ours, expected)
+
+
 def test_no_alternatives_and_more_than_the_vocabulary():
     logits = torch.zeros(1, 3)
     assert logprobs(logits, torch.tensor([0]), 0)[1].shape == (1, 0)
