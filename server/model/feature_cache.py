@@ -4,10 +4,14 @@ Keyed by content, bounded in bytes, the least recently used go first. Knows noth
 sequence holds is its own reference, whatever happens here.
 """
 
+import logging
 from collections import OrderedDict
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 class FeatureKey(NamedTuple):
@@ -47,15 +51,19 @@ class FeatureCache:
         return features
 
     def put(self, key: FeatureKey, features: Tensor) -> None:
-        """Keep a copy of `features`, unless it is larger than the whole cache."""
+        """Keep a copy of `features`, unless it is larger than the whole cache or the device has no memory for it."""
         if features.nbytes > self._capacity_bytes or key in self._entries:
             return
-        # A copy: a slice of a batch's output would keep the whole batch in memory.
-        self._entries[key] = features.clone()
-        self.num_bytes += features.nbytes
-        while self.num_bytes > self._capacity_bytes:
+        while self.num_bytes + features.nbytes > self._capacity_bytes:
             _, oldest = self._entries.popitem(last=False)
             self.num_bytes -= oldest.nbytes
+        try:
+            # A copy: a slice of a batch's output would keep the whole batch in memory.
+            self._entries[key] = features.clone()
+        except torch.OutOfMemoryError:
+            logger.warning("no memory to keep %d bytes of encoded media for later requests", features.nbytes)
+            return
+        self.num_bytes += features.nbytes
 
     def drop(self, key: FeatureKey) -> None:
         """Let go of `key`, if it is held."""
