@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -76,7 +77,7 @@ class Engine:
         self._scheduler = scheduler
         self._heartbeat = heartbeat or Heartbeat()
         self._steps = StepPipeline(
-            scheduler, runner, channel.send, self._heartbeat, overlap=overlap_steps, max_failed_steps=max_failed_steps
+            scheduler, runner, self._answer, self._heartbeat, overlap=overlap_steps, max_failed_steps=max_failed_steps
         )
         self._features = features
         self._next_stats_s = time.monotonic()
@@ -106,10 +107,10 @@ class Engine:
         for message in self._channel.receive(timeout_s):
             match message:
                 case Submit():
-                    self._channel.send(self._add(message))
+                    self._answer(self._add(message))
                 case Abort():
                     held = self._grammars.abort(message.request_id)
-                    self._channel.send(held or self._scheduler.abort(message.request_id))
+                    self._answer(held or self._scheduler.abort(message.request_id))
                 case Shutdown():
                     self._channel.send([*self._grammars.shutdown(), *self._scheduler.shutdown()])
                     return False
@@ -135,7 +136,12 @@ class Engine:
     def _add_compiled(self) -> None:
         """Hand the requests to the scheduler whose grammars are compiled now."""
         for held in self._grammars.take_ready():
-            self._channel.send([held] if isinstance(held, Failed) else self._scheduler.add(held))
+            self._answer([held] if isinstance(held, Failed) else self._scheduler.add(held))
+
+    def _answer(self, events: Sequence[RequestEvent]) -> None:
+        """Send what became of requests."""
+        self._grammars.note_ends(events)
+        self._channel.send(events)
 
     def _report(self, period_s: float) -> None:
         now_s = time.monotonic()

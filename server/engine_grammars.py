@@ -1,9 +1,11 @@
 """Requests that wait in the engine for their grammar to be compiled.
 
 Compiling takes 1 ms for most grammars and 100 for large ones, so it happens on a thread, and the steps of the other requests go
-on. A held request is not in the scheduler yet; it leaves as a `Submit` for it, or with its terminal event.
+on. A held request is not in the scheduler yet; it leaves as a `Submit` for it, or with its terminal event. Its compiled grammar
+is kept until the request ends, however many others come: the engine's thread never compiles.
 """
 
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from server.grammars import GrammarError
@@ -20,6 +22,7 @@ class GrammarQueue:
         self._compiler = compiler
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._held: dict[str, tuple[Submit, Future[None]]] = {}  # in order of arrival
+        self._kept: dict[str, Grammar] = {}  # of all open requests
 
     def __len__(self) -> int:
         return len(self._held)
@@ -28,6 +31,9 @@ class GrammarQueue:
         """Take a request with a grammar; the answer, if it is refused at once."""
         if self._compiler is None:
             return [Failed(submit.request_id, FailureKind.INVALID, NO_GRAMMARS)]
+        if submit.request_id not in self._kept:
+            self._kept[submit.request_id] = grammar
+            self._compiler.hold(grammar)
         if self._compiler.has(grammar):
             compiled: Future[None] = Future()
             compiled.set_result(None)
@@ -50,6 +56,16 @@ class GrammarQueue:
                 else:
                     ready.append(submit)
         return ready
+
+    def note_ends(self, events: Iterable[RequestEvent]) -> None:
+        """Let the grammars go of the requests that end with these events."""
+        if not self._kept or self._compiler is None:
+            return
+        for event in events:
+            if isinstance(event, Finished | Failed):
+                grammar = self._kept.pop(event.request_id, None)
+                if grammar is not None:
+                    self._compiler.let_go(grammar)
 
     def abort(self, request_id: str) -> list[RequestEvent]:
         """End a held request; nothing happens for other ids."""

@@ -6,8 +6,9 @@ its end. What may come next is a bit mask over the vocabulary, made on the CPU. 
 
 import enum
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import llguidance
 import torch
@@ -20,12 +21,13 @@ MAX_COMPILED = 64
 
 
 class GrammarCompiler:
-    """Compiled grammars, the last ones used. Thread-safe."""
+    """Compiled grammars: the last ones used, and those that open requests will use. Thread-safe."""
 
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
+        self._num_holders: Counter[Grammar] = Counter()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -36,6 +38,19 @@ class GrammarCompiler:
         """Whether `matcher` returns at once."""
         with self._lock:
             return grammar in self._compiled
+
+    def hold(self, grammar: Grammar) -> None:
+        """Keep `grammar` once it is compiled, however many others are, until it is let go as often as it was held."""
+        with self._lock:
+            self._num_holders[grammar] += 1
+
+    def let_go(self, grammar: Grammar) -> None:
+        """Undo one `hold`."""
+        with self._lock:
+            self._num_holders[grammar] -= 1
+            if not self._num_holders[grammar]:
+                del self._num_holders[grammar]
+                self._evict()
 
     def matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
         """A matcher of the caller's own, at the beginning. The first one of a grammar takes 1 ms, up to 100 for large ones.
@@ -51,14 +66,21 @@ class GrammarCompiler:
             compiled = self._tokenizer.compile(grammar)
             with self._lock:
                 self._compiled[grammar] = compiled
-                while len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+                self._evict()
         return compiled.deep_copy()
 
     def forget(self, grammar: Grammar) -> None:
         """Compile anew next time: sequences share a grammar's lexer states, and one of them may have used them up."""
         with self._lock:
             self._compiled.pop(grammar, None)
+
+    def _evict(self) -> None:
+        """Forget the least recently used ones that nobody holds; those that are held may be more than `MAX_COMPILED`."""
+        num_excess = len(self._compiled) - MAX_COMPILED
+        if num_excess > 0:
+            idle = (grammar for grammar in self._compiled if grammar not in self._num_holders)
+            for grammar in list(islice(idle, num_excess)):
+                del self._compiled[grammar]
 
 
 class _Phase(enum.Enum):

@@ -7,7 +7,18 @@ import server
 from server.engine import Engine
 from server.engine_grammars import GrammarQueue
 from server.grammars import GrammarTokenizer
-from server.messages import Abort, Failed, FailureKind, Finished, FinishReason, Grammar, GrammarKind, SamplingParams, Submit
+from server.messages import (
+    Abort,
+    Failed,
+    FailureKind,
+    Finished,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+    Submit,
+    Tokens,
+)
 from server.model.grammar import GrammarCompiler
 from server.scheduler.config import SchedulerConfig
 from server.scheduler.scheduler import Scheduler
@@ -134,3 +145,79 @@ def test_other_requests_go_on_while_a_grammar_compiles(tokenizer):
     assert [event.kind for event in channel.of("bad")] == [FailureKind.INVALID]
     order = [event.request_id for event in channel.events]
     assert order.index("held") > max(i for i, name in enumerate(order) if name == "plain")
+
+
+class CountingTokenizer(GrammarTokenizer):
+    """Notes which thread compiles what."""
+
+    def __init__(self):
+        super().__init__(TINY, 1376)
+        self.compiled = []
+
+    def compile(self, grammar):
+        self.compiled.append((threading.current_thread(), grammar))
+        return super().compile(grammar)
+
+
+class OpeningRunner(FakeRunner):
+    """Opens the grammar of every sequence that takes a slot, as a sampler does."""
+
+    def __init__(self, compiler):
+        super().__init__(num_slots=2, num_pages=32, page_size=4, vocab_size=VOCAB)
+        self.compiler = compiler
+
+    def launch(self, plan):
+        for sequence in plan.new_sequences:
+            self.compiler.matcher(sequence.sampling.grammar)
+        return super().launch(plan)
+
+
+class PatientChannel(ScriptedChannel):
+    """Goes on until every request has ended."""
+
+    def __init__(self, *requests):
+        super().__init__(list(requests))
+        self.num_open = len(requests)
+
+    def receive(self, timeout_s):
+        return super().receive(timeout_s) if self.batches or not self.num_open else []
+
+    def send(self, messages):
+        super().send(messages)
+        self.num_open -= sum(isinstance(message, Finished | Failed) for message in messages)
+
+
+def test_no_grammar_is_compiled_again_while_its_request_waits(monkeypatch):
+    monkeypatch.setattr("server.model.grammar.MAX_COMPILED", 2)
+    tokenizer = CountingTokenizer()
+    compiler = GrammarCompiler(tokenizer)
+    grammars = [Grammar(GrammarKind.REGEX, "a" * (1 + number)) for number in range(9)]
+    channel = PatientChannel(*(request(f"r{number}", grammar) for number, grammar in enumerate([*grammars, grammars[0]])))
+    runner = OpeningRunner(compiler)
+    Engine(channel, Scheduler(SchedulerConfig(2, 16, 100, 4, 32)), runner, VOCAB, compiler).run()
+    assert all(
+        isinstance(end, Finished) and end.reason is FinishReason.LENGTH
+        for end in channel.events
+        if not hasattr(end, "token_ids")
+    )
+    assert sorted(grammar.text for _, grammar in tokenizer.compiled) == [grammar.text for grammar in grammars]
+    assert threading.current_thread() not in [thread for thread, _ in tokenizer.compiled]
+    assert sum(compiler.has(grammar) for grammar in grammars) == 2, "they are let go when their requests have ended"
+
+
+def test_a_grammar_is_let_go_however_its_request_ends(queue, tokenizer, monkeypatch):
+    monkeypatch.setattr("server.model.grammar.MAX_COMPILED", 0)
+    tokenizer.gate.set()
+    ended = {"finished": GOOD, "failed": GOOD, "aborted": Grammar(GrammarKind.REGEX, "b")}
+    for name, grammar in ended.items():
+        queue.hold(request(name, grammar), grammar)
+        queue.hold(request(name, grammar), grammar)
+    take_all(queue)
+    assert all(queue._compiler.has(grammar) for grammar in ended.values())
+    queue.note_ends([Tokens("failed", [1]), Failed("failed", FailureKind.INTERNAL, "no")])
+    assert queue._compiler.has(GOOD)
+    queue.note_ends([Finished("finished", FinishReason.STOP, 2, 0, 1), Finished("aborted", FinishReason.ABORT, 2, 0, 0)])
+    assert not any(queue._compiler.has(grammar) for grammar in ended.values())
+    queue.hold(request("held", GOOD), GOOD)
+    queue.note_ends(queue.abort("held"))
+    assert not queue._kept
