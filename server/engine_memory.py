@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from server.kvcache.pools import CachePools, CacheSpec
 from server.messages import SamplingParams, SlabRef
@@ -105,14 +106,18 @@ def capture_graphs(runner: ModelRunner, record: Recorder, memory: DeviceMemory, 
 
 
 def run_largest_steps(model: M3Model, spec: CacheSpec, limits: StepLimits, ranks: Ranks | None = None) -> None:
-    """Encode as many pictures as a step can show, then compute the longest prefill and the widest decode.
+    """Encode as many pictures as a step can show, then compute the widest decode and the longest prefill.
 
-    Their cache is one page of zeros, the same for all positions of all sequences: the memory of a step does not depend on it.
+    What earlier steps leave behind is there in the later ones: features until the prompt is computed, and what the sampler
+    keeps of every penalised sequence. Their cache is one page of zeros, the same for all positions of all sequences: the
+    memory of a step does not depend on it.
     """
+    features: list[Tensor] = []
     if model.config.vision is not None:
         num_pictures = -(-limits.max_num_batched_tokens // _PICTURE_TOKENS)
         picture = torch.zeros((1, _PICTURE_SIDE, _PICTURE_SIDE, 3), dtype=torch.uint8)
-        model.encode_media([picture] * num_pictures)
+        features = model.encode_media([picture] * num_pictures)
+        features.append(torch.cat(features))  # in the order of the step's rows
     pools = CachePools(spec, 1, model.device)
     for lane in (pools.dense, pools.index, pools.sparse):
         lane.zero_()
@@ -127,25 +132,27 @@ def run_largest_steps(model: M3Model, spec: CacheSpec, limits: StepLimits, ranks
         ranks=ranks,
     )
     pages = (0,) * spec.num_pages(limits.max_model_len)
-    runner.execute(_longest_prefill(limits, pages))
     runner.execute(_widest_decode(limits, pages))
-
-
-def _longest_prefill(limits: StepLimits, pages: tuple[int, ...]) -> StepPlan:
-    """The last chunk of a prompt that fills the window."""
-    num_tokens = min(limits.max_num_batched_tokens, limits.max_model_len)
-    prompt = [0] * limits.max_model_len
-    sequence = NewSequence(0, "profile", prompt, len(prompt), SamplingParams(max_tokens=1), ())
-    return StepPlan(0, (), (sequence,), (Chunk(0, len(prompt) - num_tokens, num_tokens, pages, samples=True),))
+    runner.execute(_longest_prefill(limits, pages))
 
 
 def _widest_decode(limits: StepLimits, pages: tuple[int, ...]) -> StepPlan:
     """The last token of as many sequences as there are slots, all as long as the window, each with its costliest sampling."""
-    sampling = SamplingParams(max_tokens=1, top_p=0.9, presence_penalty=0.1)
+    sampling = SamplingParams(max_tokens=1, top_p=0.9, presence_penalty=0.1, num_logprobs=1)
     slots = range(limits.max_num_seqs)
     sequences = tuple(NewSequence(slot, "profile", [0], 1, sampling, ()) for slot in slots)
     chunks = tuple(Chunk(slot, limits.max_model_len - 1, 1, pages, samples=True) for slot in slots)
-    return StepPlan(1, (0,), sequences, chunks)
+    return StepPlan(0, (), sequences, chunks)
+
+
+def _longest_prefill(limits: StepLimits, pages: tuple[int, ...]) -> StepPlan:
+    """The last chunk of a prompt that fills the window, with the log-probabilities of its tokens."""
+    num_tokens = min(limits.max_num_batched_tokens, limits.max_model_len)
+    prompt = [0] * limits.max_model_len
+    sampling = SamplingParams(max_tokens=1, num_prompt_logprobs=1)
+    sequence = NewSequence(0, "profile", prompt, len(prompt), sampling, ())
+    chunk = Chunk(0, len(prompt) - num_tokens, num_tokens, pages, samples=True)
+    return StepPlan(1, (0,), (sequence,), (chunk,))
 
 
 def _no_pixels(ref: SlabRef) -> Pixels:

@@ -18,12 +18,13 @@ CONTEXT_BYTES = 1 << 30
 GRAPH_LAYER_BYTES = 256 << 10
 """What the driver keeps of one captured decode step, per layer of some twenty kernels; a guess until it is measured."""
 
-_LOGIT_BYTES = 40  # per logit: fp32 before and after adjustment, sorted values and int64 ranks, probabilities, noise
+_LOGIT_BYTES = 18  # per logit: a rank's bf16, gathered and in order; fp32, adjusted, and as log-probabilities
+_STATE_BYTES = 4  # per token of the vocabulary: what the sampler keeps of a penalised sequence
 _STREAM_TENSORS = 4  # [T, hidden]: residual, its sum, the normed input and the sublayer's output
 
 
 def workspace_bytes(config: M3Config, shard: Shard, itemsize: int, limits: StepLimits) -> int:
-    """Peak of the largest step of one rank.
+    """Peak of the largest step of one rank, with what earlier steps left behind.
 
     Args:
         config: of the checkpoint.
@@ -37,9 +38,16 @@ def workspace_bytes(config: M3Config, shard: Shard, itemsize: int, limits: StepL
     text = config.text
     num_tokens = limits.max_num_batched_tokens
     num_samples = min(limits.max_num_seqs, num_tokens)
-    stream = _STREAM_TENSORS * num_tokens * text.hidden_size * itemsize
+    num_streams = _STREAM_TENSORS if config.vision is None else _STREAM_TENSORS + 2  # features, and in the rows' order
+    stream = num_streams * num_tokens * text.hidden_size * itemsize
     layer = max(_attention(config, shard, itemsize, limits), _mlp(config, shard, itemsize, num_tokens))
-    return max(stream + layer, num_samples * text.vocab_size * _LOGIT_BYTES, _vision(config, itemsize, num_tokens))
+    step = max(stream + layer, num_samples * text.vocab_size * _LOGIT_BYTES, _vision(config, itemsize, num_tokens))
+    return step + _penalties(text.vocab_size, limits.max_num_seqs)
+
+
+def _penalties(vocab_size: int, max_num_seqs: int) -> int:
+    """What stays between steps when every sequence is penalised; the rows double when none is free (`RowPool`)."""
+    return (1 << (max_num_seqs - 1).bit_length()) * vocab_size * _STATE_BYTES
 
 
 def _attention(config: M3Config, shard: Shard, itemsize: int, limits: StepLimits) -> int:

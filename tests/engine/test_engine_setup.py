@@ -205,7 +205,7 @@ def test_the_largest_steps_are_as_large_as_steps_can_be(model):
             return model.logits(hidden)
 
     run_largest_steps(Watched(), spec, StepLimits(max_num_seqs=3, max_num_batched_tokens=48, max_model_len=100))
-    assert seen == [("pictures", 576), (48, 1, 100, 1), (3, 3, 100, 1)]
+    assert seen == [("pictures", 576), (3, 3, 100, 1), (48, 1, 100, 1)]
 
 
 @pytest.mark.parametrize(("longest", "lengths"), [(48, [4, 8, 16, 32, 48]), (64, [4, 8, 16, 32, 64]), (5, [4, 5]), (3, [3])])
