@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from server.kernels.mxfp8 import GROUP_SIZE
-from server.model.config import M3Config
+from server.model.config import RELEASED_DIR, M3Config
 from server.model.m3 import M3Model
 from server.model.shard import Alone, Collective, Shard
 from server.model.weights import Parameter, parameters
 
-RELEASED_CONFIG = Path(__file__).parents[1] / "server" / "model" / "released" / "config.json"
+RELEASED_CONFIG = RELEASED_DIR / "config.json"
 LOGIT_STD = 3.0
 _NORM_STD, _BIAS_STD = 0.1, 0.02
 _E4M3_STD = 32.0  # far from both ends of the type

@@ -19,7 +19,9 @@ from server.model.shard import ProcessGroup, Shard
 FRAME_BYTES: Final = 16 << 10  # a step of 64 decodes takes a quarter of it
 _LENGTH_BYTES: Final = 8
 _NEVER: Final = timedelta(days=3650)
-_LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+# Unless the environment says otherwise: nothing listens beyond the loopback interface, and NCCL does without NVLink's multicast
+# (NVLS), which some hosts do not offer to containers, where it hangs at start.
+_DEFAULTS: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
 
 
 class RankGroup:
@@ -40,8 +42,8 @@ class RankGroup:
         """
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        for name, interface in _LOOPBACK.items():
-            os.environ.setdefault(name, interface)
+        for name, value in _DEFAULTS.items():
+            os.environ.setdefault(name, value)
         self.shard = shard
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=shard.rank, world_size=shard.world, timeout=_NEVER)
         self._hosts = dist.group.WORLD

@@ -1,6 +1,7 @@
 """What ranks say to each other, between two processes."""
 
 import multiprocessing
+import os
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ def message(num_bytes):
 
 
 def run_rank(rank, store, answers):
+    if rank == 1:
+        os.environ["NCCL_NVLS_ENABLE"] = "1"
     torch.set_num_threads(1)
     group = RankGroup(Shard(rank, WORLD), torch.device("cpu"), store)
     received = []
@@ -28,7 +31,8 @@ def run_rank(rank, store, answers):
     token_ids = torch.tensor([3, 5]) + 100 * rank
     group.share(token_ids)
     flags = group.any_rank([rank == 0, rank == 1, False])
-    answers.put((rank, received, token_ids.tolist(), flags, group.least(1 << (40 - rank)), group.least(rank)))
+    environment = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE")}
+    answers.put((rank, received, token_ids.tolist(), environment, flags, group.least(1 << (40 - rank)), group.least(rank)))
     torch.distributed.destroy_process_group()
 
 
@@ -55,5 +59,10 @@ def test_every_rank_has_the_tokens_of_rank_0(answers):
     assert [answer[2] for answer in answers] == [[3, 5], [3, 5]]
 
 
+def test_nothing_listens_beyond_the_host_and_what_the_operator_says_counts(answers):
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert [answer[3] for answer in answers] == [loopback | {"NCCL_NVLS_ENABLE": value} for value in ("0", "1")]
+
+
 def test_ranks_agree(answers):
-    assert [answer[3:] for answer in answers] == [([True, True, False], 1 << 39, 0)] * 2
+    assert [answer[4:] for answer in answers] == [([True, True, False], 1 << 39, 0)] * 2
