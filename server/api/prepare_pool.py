@@ -18,7 +18,7 @@ import msgspec
 from server.api.prepare import Job
 from server.api.prepare_process import PrepareProcess, WorkerFaultError
 from server.api.prepare_protocol import TOO_MUCH_MEMORY, PeerEndedError, Setup
-from server.errors import OverloadedError, PayloadTooLargeError, RequestFailedError
+from server.errors import OverloadedError, PayloadTooLargeError, RequestFailedError, ShuttingDownError
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ START_TIMEOUT_S: Final = 120.0
 # A worker has only the time that nobody else wants; what it may take of that, it limits itself.
 TIMEOUT_S: Final = 300.0
 MAX_WAITING: Final = 64
+WAIT_TIMEOUT_S: Final = 300.0
 # A worker may die of other things than its body, but not twice in a row.
 NUM_ATTEMPTS: Final = 2
 # How a worker ends over a body that takes too long, and how the tokenizer ends it when there is no more memory.
@@ -51,7 +52,13 @@ class PreparePool:
     """Some workers, and the bodies that wait for one. Belongs to one event loop."""
 
     def __init__(
-        self, setup: Setup, *, num_workers: int = 1, timeout_s: float = TIMEOUT_S, command: Sequence[str] = COMMAND
+        self,
+        setup: Setup,
+        *,
+        num_workers: int = 1,
+        timeout_s: float = TIMEOUT_S,
+        wait_timeout_s: float = WAIT_TIMEOUT_S,
+        command: Sequence[str] = COMMAND,
     ) -> None:
         """Nothing runs before `start` or the first `run`.
 
@@ -59,10 +66,12 @@ class PreparePool:
             setup: of every worker.
             num_workers: bodies that are prepared at the same time.
             timeout_s: for one body.
+            wait_timeout_s: for its turn to come.
             command: a worker's, without its argument.
         """
         self._setup = setup
         self._timeout_s = timeout_s
+        self._wait_timeout_s = wait_timeout_s
         self._command = tuple(command)
         self._slots = [_Slot() for _ in range(num_workers)]
         self._free: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()  # a worker that runs is taken before one has to start
@@ -87,23 +96,27 @@ class PreparePool:
 
         Raises:
             M3Error: what is wrong with the request.
-            OverloadedError: too many bodies wait.
+            OverloadedError: too many bodies wait, or this one has waited for too long.
             PayloadTooLargeError: it takes too much memory.
             RequestFailedError: it takes too long, or its workers died.
+            ShuttingDownError: the pool was closed meanwhile.
             WorkerFaultError: a bug.
         """
         if self._num_waiting >= MAX_WAITING:
             raise OverloadedError("too many large requests wait to be read; retry later")
         self._num_waiting += 1
         try:
-            slot = await self._free.get()
+            async with asyncio.timeout(self._wait_timeout_s):
+                slot = await self._free.get()
+        except TimeoutError:
+            raise OverloadedError("large requests are read too slowly; retry later") from None
         finally:
             self._num_waiting -= 1
         # A client that leaves costs the rest of its turn; a worker that is killed would take longer to replace.
         return await asyncio.shield(self._begin(self._run(slot, job, pieces)))
 
     async def close(self) -> None:
-        """End the workers; whoever waits is cancelled."""
+        """End the workers; whoever they work for is cancelled, and whoever waits is refused."""
         self._is_closed = True
         tasks = list(self._tasks)
         for task in tasks:
@@ -135,6 +148,8 @@ class PreparePool:
 
     async def _run(self, slot: _Slot, job: Job[R], pieces: Sequence[bytes]) -> R:
         try:
+            if self._is_closed:
+                raise ShuttingDownError("the server is shutting down")
             for _ in range(NUM_ATTEMPTS):
                 worker = slot.worker
                 if worker is None or not worker.is_alive:
@@ -148,7 +163,8 @@ class PreparePool:
                     raise RequestFailedError("reading the request takes too long") from None
             raise RequestFailedError("the request could not be read")
         finally:
-            if slot.worker is not None and slot.worker.grown_bytes > MAX_GROWN_BYTES:
+            worker = slot.worker
+            if worker is not None and (not worker.is_idle or worker.grown_bytes > MAX_GROWN_BYTES):
                 await self._clear(slot)
             if slot.worker is None and not self._is_closed:
                 self._begin(self._warm(slot))

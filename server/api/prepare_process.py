@@ -30,10 +30,12 @@ class PrepareProcess:
 
     Attributes:
         grown_bytes: memory that it kept of its bodies.
+        is_idle: all that it said was read; otherwise the next call would read what is left of the last one.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, connection: socket.socket) -> None:
         self.grown_bytes = 0
+        self.is_idle = True
         self._process = process
         self._connection = connection
 
@@ -86,10 +88,12 @@ class PrepareProcess:
             WorkerFaultError: a bug.
         """
         connection = self._connection
+        self.is_idle = False
         send(connection, Task(job.name, sum(map(len, pieces))), pieces)
         answer = receive(connection, Answer)
         following = [receive_exactly(connection, num_bytes) for num_bytes in answer.num_bytes]
         self.grown_bytes = receive(connection, Idle).grown_bytes
+        self.is_idle = True
         for line in answer.log:
             logging.getLogger(line.logger).log(line.level, "%s", line.message)
         if answer.refusal is not None:

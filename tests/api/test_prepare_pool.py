@@ -18,7 +18,7 @@ from server.api.prepare_process import WorkerFaultError
 from server.api.prepare_protocol import SLICE_LEN, Setup
 from server.api.prepare_worker import JOBS
 from server.api.sampling import Limits
-from server.errors import M3Error, OverloadedError, RequestFailedError
+from server.errors import M3Error, OverloadedError, RequestFailedError, ShuttingDownError
 from server.settings import ThinkingMode
 from tests.api.scripted import TINY, tiny_format, until
 from tests.e2e.server_process import is_running, wait_until
@@ -119,6 +119,8 @@ def scripted(checker, job, raw):
         os.abort()
     if raw == b"grow":
         kept.append(bytearray(300 << 20))
+    if raw == b"babble":
+        return prepare(checker, job, raw)[0], [bytes(8)]
     if raw == b"log":
         logging.getLogger("server.x").error("a line of %s", "log")
     if raw == b"memory":
@@ -248,6 +250,49 @@ def test_a_body_that_takes_too_much_processor_time_is_given_up(log, scripted):
 
     asyncio.run(scenario())
     assert [line.split()[1] for line in log.lines] == ["spin", "fine"]
+
+
+def test_a_worker_that_does_not_keep_to_the_protocol_never_answers_the_next_body(log, scripted):
+    async def scenario():
+        async with pool_with(command=scripted) as pool:
+            with pytest.raises(msgspec.DecodeError):
+                await pool.run(CHAT_JOB, [b"babble"])
+            return await said(pool, b"fine")
+
+    (fine,) = asyncio.run(scenario())
+    assert fine[1]["error"]["code"] == "invalid_json"
+    babbled, following = log.pids
+    assert babbled != following
+
+
+def test_a_body_that_waits_for_too_long_is_refused(log, scripted):
+    async def scenario():
+        async with pool_with(command=scripted, wait_timeout_s=0.1) as pool:
+            runs = asyncio.create_task(pool.run(CHAT_JOB, [b"hang"]))
+            await until(lambda: log.lines)
+            with pytest.raises(OverloadedError):
+                await pool.run(CHAT_JOB, [b"waits"])
+            assert not runs.done()
+
+    asyncio.run(scenario())
+    assert [line.split()[1] for line in log.lines] == ["hang"]
+
+
+def test_a_body_that_waits_when_the_pool_is_closed_starts_no_worker(log, scripted):
+    async def scenario():
+        async with pool_with(command=scripted) as pool:
+            runs = asyncio.create_task(pool.run(CHAT_JOB, [b"hang"]))
+            await until(lambda: log.lines)
+            waits = asyncio.create_task(pool.run(CHAT_JOB, [b"waits"]))
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await runs
+        with pytest.raises(ShuttingDownError):
+            await waits
+        assert pool.pids == []
+
+    asyncio.run(scenario())
+    assert [line.split()[1] for line in log.lines] == ["hang"]
 
 
 def test_a_client_that_leaves_does_not_keep_the_worker(log, scripted):
