@@ -58,7 +58,7 @@ class OwnProcess:
     def stop_serving(self, exit_code: int) -> None:
         """Let uvicorn end in order: no new connections, open ones get their answer, then the application's own end."""
         self._is_ending = True
-        self._exit_code = exit_code
+        exit_code = self._exit_code = self._exit_code or exit_code  # a drain that ends well does not hide a failure
         leave_after(TEARDOWN_S, exit_code or EXIT_FAILED)
         if self._server is None:
             leave(exit_code)
