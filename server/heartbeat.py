@@ -88,6 +88,7 @@ class Heartbeat:
         self._clock_ns = clock_ns
         self._memory = _Memory.from_buffer(mmap.mmap(fd, ctypes.sizeof(_Memory)))
         self._started_ns: deque[int] = deque()
+        self._idle_ns = 0  # as the reader last told it
 
     @classmethod
     def shared(cls) -> "Heartbeat":
@@ -142,13 +143,16 @@ class Heartbeat:
         memory, now_ns = self._memory, self._clock_ns()
         serving_since_ns, step_since_ns, beat_ns = memory.serving_since_ns, memory.step_since_ns, memory.beat_ns
         busy_ns = memory.steps_ns + (now_ns - step_since_ns if step_since_ns else 0)
+        if serving_since_ns:
+            # A step that ends between two of these reads counts twice or not at all; a counter must not go back.
+            self._idle_ns = max(self._idle_ns, now_ns - serving_since_ns - busy_ns)
         return Pulse(
             is_serving=serving_since_ns > 0,
             age_s=max(0, now_ns - beat_ns) / 1e9 if beat_ns else 0.0,
             num_bytes_to_load=memory.num_bytes_to_load,
             num_loaded_bytes=memory.num_loaded_bytes,
             step_seconds=memory.steps_ns / 1e9,
-            idle_seconds=max(0, now_ns - serving_since_ns - busy_ns) / 1e9 if serving_since_ns else 0.0,
+            idle_seconds=self._idle_ns / 1e9,
             num_step_tokens=memory.num_step_tokens,
             steps_by_time=tuple(memory.steps_by_time),
             steps_by_tokens=tuple(memory.steps_by_tokens),

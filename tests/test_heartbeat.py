@@ -62,6 +62,16 @@ def test_time_is_either_busy_or_idle(heartbeat, clock):
     assert (pulse.step_seconds, pulse.idle_seconds) == (pytest.approx(0.04), pytest.approx(0.16))
 
 
+def test_idle_time_never_goes_back_even_when_a_step_ends_while_it_is_read(heartbeat, clock):
+    heartbeat.idle()
+    clock.pass_ms(100)
+    heartbeat.step_started()
+    clock.pass_ms(40)
+    before = heartbeat.pulse().idle_seconds
+    heartbeat._memory.steps_ns += 40_000_000  # ended, but `step_since_ns` was read before
+    assert heartbeat.pulse().idle_seconds == before == pytest.approx(0.1)
+
+
 def test_overlapping_steps_count_every_moment_once(heartbeat, clock):
     heartbeat.step_started()
     clock.pass_ms(2)
