@@ -229,8 +229,11 @@ class WorkerPool:
                         self._refuse_queued(_NO_WORKERS)
                     await asyncio.sleep(RESTART_PAUSE_S)
                 *_, job = await self._queue.get()
-                if not job.done:
-                    await self._run(slot, job)
+                try:
+                    if not job.done:
+                        await self._run(slot, job)
+                except Exception:
+                    logger.exception("the media pool failed")  # the job's end is told; the slot must go on
         finally:
             await self._drop(slot)
 
@@ -238,7 +241,7 @@ class WorkerPool:
         """Start a worker for `slot`; False when the machine refuses."""
         try:
             self._workers[slot] = await self._start_worker()
-        except (OSError, WorkerDiedError, TimeoutError):
+        except Exception:
             logger.exception("a media worker cannot start")
             return False
         return True

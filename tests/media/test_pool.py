@@ -411,3 +411,29 @@ asyncio.run(main())
             assert select.select([end], [], [], 20)[0]
             os.close(end)
     assert len(ends) == 2
+
+
+def test_a_fault_of_the_pools_own_costs_no_worker_its_place(tmp_path, spawner, monkeypatch, caplog):
+    monkeypatch.setattr(pool_module, "RESTART_PAUSE_S", 0.01)
+
+    async def main():
+        async with running(tmp_path, spawner) as (pool, _):
+            start = pool._start_worker
+            faults = [ValueError("a bug")] * 3
+
+            async def faulty_start():
+                if faults:
+                    raise faults.pop()
+                return await start()
+
+            monkeypatch.setattr(pool, "_start_worker", faulty_start)
+            (pid,) = pool.pids
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: gone(pid))
+            with pytest.raises(EngineUnavailableError):
+                await submit(pool, PLAN, PICTURE).outcome()
+            await until(lambda: pool.pids)
+            assert isinstance(await submit(pool, PLAN, PICTURE).outcome(), ImagePlan)
+
+    run(main())
+    assert "a bug" in caplog.text
