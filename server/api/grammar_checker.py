@@ -5,6 +5,7 @@ one, and the worker is replaced. Verdicts are kept, so a grammar is compiled her
 """
 
 import asyncio
+import hashlib
 import logging
 import os
 import sys
@@ -99,6 +100,11 @@ class _Worker:
             raise _WorkerError("it ended") from error
 
 
+def digest(grammar: Grammar) -> bytes:
+    """What stands for a grammar among the verdicts."""
+    return hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
+
+
 class GrammarChecker:
     """The verdicts and the worker behind them. Belongs to one event loop."""
 
@@ -122,7 +128,7 @@ class GrammarChecker:
         self._timeout_s = timeout_s
         self._worker: _Worker | None = None
         self._turn = asyncio.Lock()  # the worker is started, called and killed by whoever holds it
-        self._verdicts: OrderedDict[Grammar, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # by digest: grammars may be large
         self._pending: dict[Grammar, asyncio.Task[Verdict]] = {}
         self._start: asyncio.Task[None] | None = None
 
@@ -138,12 +144,13 @@ class GrammarChecker:
             OverloadedError: too many grammars wait for their verdict.
             RequestFailedError: there is no worker.
         """
-        verdict = self._verdicts.get(grammar)
+        key = digest(grammar)
+        verdict = self._verdicts.get(key)
         if verdict is None:
             # A client that leaves must not break off a call that others may wait for.
             verdict = await asyncio.shield(self._pending.get(grammar) or self._begin(grammar))
         else:
-            self._verdicts.move_to_end(grammar)
+            self._verdicts.move_to_end(key)
         if verdict.fault is not None:
             raise BadRequestError(verdict.fault, param=param, code="invalid_grammar")
 
@@ -176,7 +183,7 @@ class GrammarChecker:
                 self.start()
                 # Not kept: a machine in trouble may be at fault.
                 return Verdict(TOO_SLOW if isinstance(error, TimeoutError) else TOO_COMPLEX)
-        self._verdicts[grammar] = verdict
+        self._verdicts[digest(grammar)] = verdict
         while len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
