@@ -58,6 +58,11 @@ class Parser(Protocol):
         """Whether nothing that comes later is part of the answer."""
         ...
 
+    @property
+    def settled_end(self) -> int:
+        """A place in the raw text that content which is still to come begins behind."""
+        ...
+
     def push(self, text: str) -> list[ReplyEvent]:
         """Take the next piece of the raw text."""
         ...
@@ -72,6 +77,7 @@ class PlainParser:
 
     in_reasoning = False
     is_done = False
+    settled_end = 0
 
     def __init__(self) -> None:
         self._end = 0
@@ -160,6 +166,7 @@ class ChoiceAssembler:
         self._raw_len += len(text)
         if text:
             self._handle(self._parser.push(text))
+            self._forget(self._parser.settled_end)
             if self._parser.is_done:
                 self._release_content()
                 self.stopped = True
@@ -210,7 +217,7 @@ class ChoiceAssembler:
         self._writer.content(text, entries)
 
     def _forget(self, end: int) -> None:
-        """Drop the tokens that begin in the raw text before `end`: a long reasoning's would take much memory."""
+        """Drop the tokens that begin in the raw text before `end`: those of a long reasoning or call would take much memory."""
         while self._pending and self._pending[0].start < end:
             self._pending.popleft()
 

@@ -33,6 +33,11 @@ class ReplyParser:
         """Whether all calls that were asked for are whole; nothing that comes later is part of the answer."""
         return self._tools is not None and self._tools.is_done
 
+    @property
+    def settled_end(self) -> int:
+        """Where calls that were begun have come to in the raw text: content that is still to come begins behind it."""
+        return 0 if self._tools is None else self._tools.settled_end
+
     def push(self, text: str) -> list[ReplyEvent]:
         """Take the next piece of the raw text; returns what is decided, in order."""
         return self._sort(self._splitter.push(text))

@@ -32,11 +32,13 @@ class ToolCallParser:
 
     Attributes:
         num_calls: calls begun so far.
+        settled_end: content that is still to come begins behind this place in the reply's raw text.
     """
 
     def __init__(self, schemas: ToolSchemas, max_calls: int | None = None) -> None:
         """Args: max_calls: everything behind the end of that many calls is dropped; None for no limit."""
         self.num_calls = 0
+        self.settled_end = 0
         self._schemas = schemas
         self._max_calls = max_calls
         self._lexer = MarkupLexer()
@@ -88,6 +90,8 @@ class ToolCallParser:
                 self._take_between(piece)
             case _State.CALL if self._arguments is not None:
                 self._take_inside(piece, self._arguments)
+        if self.num_calls and self._state is not _State.CONTENT:
+            self.settled_end = piece.start + len(piece.raw)  # behind a call, what stands around it is no content any more
 
     def _take_outside(self, piece: Text | Tag) -> None:
         if isinstance(piece, Text):

@@ -7,9 +7,11 @@ from msgspec import UNSET
 from server.api.choice import ChoiceAssembler, ReplyRules
 from server.api.fold import Fold
 from server.api.tokenizer import SpecialTokens
+from server.api.tool_schema import ToolSchemas
 from server.messages import FinishReason, TokenLogprobs, Tokens
 from server.settings import ThinkingMode
 from tests.api.scripted import ids, tiny_format
+from tests.api.tool_replies import NS, TOOLS
 
 ADAPTIVE = ThinkingMode.ADAPTIVE
 CANDIDATES = ["<mm:think>", "</mm:think>", "STOP", "ST", "OP", " ", "é", "漢", "👨‍👩‍👧", "ab", "\n", "]", "x"]
@@ -155,3 +157,20 @@ def test_log_probabilities_of_reasoning_are_not_kept():
     rest = ids("</mm:think>yes")
     entries = [entry for delta in choice.push(Tokens("r", rest, logprobs_of(rest, True))) for entry in delta.logprobs.content]
     assert "".join(entry.token for entry in entries) == "yes"
+
+
+def test_log_probabilities_of_a_call_are_not_kept_and_those_of_the_content_around_it_are():
+    rules = ReplyRules(thinking_mode=ThinkingMode.DISABLED, schemas=ToolSchemas(TOOLS))
+    choice = ChoiceAssembler(0, tiny_format(), rules)
+    call = f'{NS}<tool_call>{NS}<invoke name="save">{NS}<content>{{}}{NS}</content>{NS}</invoke>{NS}</tool_call>'
+    before, behind = call.split("{}")
+    deltas, num_pending = [], []
+    for text in ("One.", before, "long " * 1000, behind, "Two."):
+        for token_id in ids(text):
+            deltas += choice.push(Tokens("r", [token_id], logprobs_of([token_id], True)))
+            num_pending.append(len(choice._pending))
+    deltas += choice.finish(FinishReason.STOP)
+    (answer,) = fold(deltas)
+    assert "".join(entry.token for entry in answer.logprobs.content) == answer.message.content == "One.Two."
+    assert len(answer.message.tool_calls[0].function.arguments) > 5000
+    assert max(num_pending) < 200

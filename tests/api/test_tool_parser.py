@@ -231,3 +231,15 @@ def test_a_megabyte_in_one_piece_takes_linear_time():
     began = time.process_time()
     parse([f'{NS}<invoke name="get_weather">' + f"{NS}<x>1{NS}</x>" * 25_000])
     assert time.process_time() - began < 15, "a quadratic parser takes minutes"
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=IDS)
+def test_content_stands_behind_what_is_settled(reply):
+    parser = ToolCallParser(SCHEMAS)
+    settled_end = 0
+    for character in reply.text:
+        events = parser.push(character)
+        assert all(event.start >= settled_end for event in events if isinstance(event, ContentDelta))
+        assert settled_end <= parser.settled_end
+        settled_end = parser.settled_end
+    assert all(event.start >= settled_end for event in parser.finish(reply.truncated) if isinstance(event, ContentDelta))
