@@ -11,13 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 PREFIX = "M3_"
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-HostList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(lambda value: split_hosts(value))]
+HostList = Annotated[tuple[str, ...], BeforeValidator(lambda value: split_hosts(value))]
 
 
 def split_hosts(value: object) -> object:
@@ -76,10 +75,10 @@ class LogFormat(enum.StrEnum):
     JSON = "json"
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """Everything an operator can set. The field's description is the flag's help text."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: Path = Field(description="directory of the checkpoint")
     served_model_name: str | None = Field(None, description="name in /v1/models; the directory's name if unset")
@@ -178,18 +177,6 @@ class Settings(BaseSettings):
     log_level: LogLevel = Field(LogLevel.INFO, description="verbosity of the log")
     log_format: LogFormat = Field(LogFormat.TEXT, description="text, or json with one object per line")
     log_content: bool = Field(False, description="let the log show what clients send")
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what is given: `load_settings` reads the environment itself, to name every mistake in it."""
-        return (init_settings,)
 
     @property
     def model_name(self) -> str:
