@@ -18,7 +18,8 @@ CONTEXT_BYTES = 1 << 30
 GRAPH_LAYER_BYTES = 256 << 10
 """What the driver keeps of one captured decode step, per layer of some twenty kernels; a guess until it is measured."""
 
-_LOGIT_BYTES = 18  # per logit: a rank's bf16, gathered and in order; fp32, adjusted, and as log-probabilities
+_LOGIT_COPIES = 4  # of a step's logits in the model dtype: a rank's, all ranks', in order, and kept for the sampler
+_SCORE_BYTES = 8  # per logit: adjusted in fp32, and as log-probabilities
 _STATE_BYTES = 4  # per token of the vocabulary: what the sampler keeps of a penalised sequence
 _STREAM_TENSORS = 4  # [T, hidden]: residual, its sum, the normed input and the sublayer's output
 
@@ -41,7 +42,11 @@ def workspace_bytes(config: M3Config, shard: Shard, itemsize: int, limits: StepL
     num_streams = _STREAM_TENSORS if config.vision is None else _STREAM_TENSORS + 2  # features, and in the rows' order
     stream = num_streams * num_tokens * text.hidden_size * itemsize
     layer = max(_attention(config, shard, itemsize, limits), _mlp(config, shard, itemsize, num_tokens))
-    step = max(stream + layer, num_samples * text.vocab_size * _LOGIT_BYTES, _vision(config, itemsize, num_tokens))
+    step = max(
+        stream + layer,
+        num_samples * text.vocab_size * (_LOGIT_COPIES * itemsize + _SCORE_BYTES),
+        _vision(config, itemsize, num_tokens),
+    )
     return step + _penalties(text.vocab_size, limits.max_num_seqs)
 
 
@@ -91,7 +96,7 @@ def graphs_bytes(config: M3Config, itemsize: int, limits: StepLimits) -> int:
     """The captured decode steps of one rank: the driver's nodes, and the memory of the largest step, which all share."""
     text = config.text
     num_graphs = len(batch_ladder(limits.max_num_seqs)) * len(context_ladder(limits.max_model_len))
-    row_bytes = 2 * 4 * text.vocab_size + _STREAM_TENSORS * text.hidden_size * itemsize
+    row_bytes = _LOGIT_COPIES * itemsize * text.vocab_size + _STREAM_TENSORS * text.hidden_size * itemsize
     return num_graphs * text.num_layers * GRAPH_LAYER_BYTES + limits.max_num_seqs * row_bytes
 
 
