@@ -2,7 +2,7 @@
 
 Compiling takes 1 ms for most grammars and 100 for large ones, so it happens on a thread, and the steps of the other requests go
 on. A held request is not in the scheduler yet; it leaves as a `Submit` for it, or with its terminal event. Its compiled grammar
-is kept until the request ends, however many others come: the engine's thread never compiles.
+is kept until the request ends, however many others come, so that the engine's thread need not compile it.
 """
 
 from collections.abc import Iterable

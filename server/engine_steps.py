@@ -6,6 +6,7 @@ or later, costs the sequences in it and nothing else, unless the device is lost 
 """
 
 import logging
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,8 @@ class StepPipeline:
         try:
             step = self._runner.launch(plan)
         except Exception as error:
+            # Its frames hold what the step has computed so far, and the next step may need that memory.
+            traceback.clear_frames(error.__traceback__)
             step = error
         self._in_flight.append(_Launched(plan, step))
         return not isinstance(step, Exception)

@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -163,6 +166,35 @@ def test_a_lost_device_costs_all_steps_in_flight_and_ends_the_engine(where):
         loop.turn()
     loop.assert_failed("old", "new")
     assert not loop.steps
+
+
+class Activations:
+    """What a step has computed when it fails."""
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_launch_that_fails_holds_on_to_nothing(overlap):
+    loop = Loop(overlap=overlap)
+    alive = []
+
+    def compute(activations):
+        alive.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("no")
+
+    def lose(plan):
+        FakeRunner.launch(loop.runner, plan)
+        compute(Activations())
+
+    gc.disable()
+    try:
+        loop.add(request("r", 1, num_output=9))
+        loop.turn()
+        loop.runner.launch = lose
+        loop.turn()
+        assert [activations() for activations in alive] == [None]
+    finally:
+        gc.enable()
+    loop.assert_failed("r")
 
 
 @pytest.mark.parametrize("overlap", [False, True])
