@@ -18,7 +18,7 @@ from server.kvcache.pools import CachePools, CacheSpec
 from server.messages import SamplingParams, SlabRef
 from server.model.decode_graphs import Recorder
 from server.model.m3 import M3Model
-from server.model.media_features import Pixels
+from server.model.media_features import MAX_BATCH_TOKENS, Pixels
 from server.model.ranks import OneRank, Ranks
 from server.model.runner import ModelRunner
 from server.scheduler.plan import Chunk, NewSequence, StepPlan
@@ -106,7 +106,7 @@ def capture_graphs(runner: ModelRunner, record: Recorder, memory: DeviceMemory, 
 
 
 def run_largest_steps(model: M3Model, spec: CacheSpec, limits: StepLimits, ranks: Ranks | None = None) -> None:
-    """Encode as many pictures as a step can show, then compute the widest decode and the longest prefill.
+    """Encode as many pictures as are encoded together, then compute the widest decode and the longest prefill.
 
     What earlier steps leave behind is there in the later ones: features until the prompt is computed, and what the sampler
     keeps of every penalised sequence. Their cache is one page of zeros, the same for all positions of all sequences: the
@@ -114,7 +114,7 @@ def run_largest_steps(model: M3Model, spec: CacheSpec, limits: StepLimits, ranks
     """
     features: list[Tensor] = []
     if model.config.vision is not None:
-        num_pictures = -(-limits.max_num_batched_tokens // _PICTURE_TOKENS)
+        num_pictures = -(-MAX_BATCH_TOKENS // _PICTURE_TOKENS)
         picture = torch.zeros((1, _PICTURE_SIDE, _PICTURE_SIDE, 3), dtype=torch.uint8)
         features = model.encode_media([picture] * num_pictures)
         features.append(torch.cat(features))  # in the order of the step's rows

@@ -8,6 +8,7 @@ import torch
 
 from server.model.config import M3Config
 from server.model.decode_graphs import batch_ladder, context_ladder
+from server.model.media_features import MAX_BATCH_TOKENS
 from server.model.shard import Shard
 from server.model.weights import parameters
 from server.sizing import MemoryUse, StepLimits, weights_bytes
@@ -45,7 +46,7 @@ def workspace_bytes(config: M3Config, shard: Shard, itemsize: int, limits: StepL
     step = max(
         stream + layer,
         num_samples * text.vocab_size * (_LOGIT_COPIES * itemsize + _SCORE_BYTES),
-        _vision(config, itemsize, num_tokens),
+        _vision(config, itemsize),
     )
     return step + _penalties(text.vocab_size, limits.max_num_seqs)
 
@@ -82,14 +83,14 @@ def _len(share: slice) -> int:
     return int(share.stop - share.start)
 
 
-def _vision(config: M3Config, itemsize: int, num_tokens: int) -> int:
-    """Encoding as many patches as a step's tokens stand for."""
+def _vision(config: M3Config, itemsize: int) -> int:
+    """Encoding as many patches as are encoded together."""
     vision = config.vision
     if vision is None:
         return 0
     patch = vision.num_channels * vision.temporal_patch_size * vision.patch_size**2
     per_patch = 4 * (patch + vision.hidden_size) + itemsize * (8 * vision.hidden_size + 2 * vision.intermediate_size)
-    return num_tokens * vision.spatial_merge_size**2 * per_patch
+    return MAX_BATCH_TOKENS * vision.spatial_merge_size**2 * per_patch
 
 
 def graphs_bytes(config: M3Config, itemsize: int, limits: StepLimits) -> int:

@@ -1,13 +1,15 @@
 """Features of the pictures and clips of every slot, and the rows of a step that they fill.
 
 Media are encoded in pieces: a picture is one, a clip has one for every attention segment of its frames, because segments do
-not see each other. A piece is encoded when the first chunk that touches it comes, together with all other pieces of the
-step, and is let go when its last token was computed. So the tokens of a step bound what it encodes, and a long clip holds up
-others no longer than a long prompt does. A resumed sequence encodes again, unless the cache still has its pieces: its pixels
-stay in the slab as long as it is open.
+not see each other. A piece is encoded when the first chunk that touches it comes, together with other pieces of the step, and
+is let go when its last token was computed. So a step encodes no more than it has tokens, and one piece for every chunk, and a
+long clip holds up others no longer than a long prompt does. A resumed sequence encodes again, unless the cache still has its
+pieces: its pixels stay in the slab as long as it is open.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,12 +22,16 @@ from server.messages import MediaItem, MediaKind, SlabRef, TokenRange
 from server.model.feature_cache import FeatureCache, FeatureKey
 from server.scheduler.plan import Chunk
 
+logger = logging.getLogger(__name__)
+
 Pixels = npt.NDArray[np.uint8]
 PixelReader = Callable[[SlabRef], Pixels]
 
 PATCH_SIZE = 14
 MERGED_PATCHES = 4
 TEMPORAL_PATCH = 2
+MAX_BATCH_TOKENS = 8192
+"""Placeholders of the pieces that are encoded together; a larger piece is encoded alone."""
 
 
 class MediaEncoder(Protocol):
@@ -163,7 +169,7 @@ class MediaFeatures:
                 except torch.AcceleratorError:
                     raise
                 except Exception as error:
-                    media.fault = error
+                    media.fault = _without_frames(error)
         if frames:
             self._encode(frames, wanted)
         return has_media
@@ -172,13 +178,13 @@ class MediaFeatures:
         """What the chunk's placeholder tokens get instead of their embeddings; `prepare` was called with the chunk.
 
         Raises:
-            MediaFeaturesError: an item does not fit its description; whatever `read_pixels` and the encoder raise passes.
+            MediaFeaturesError: an item does not fit its description, or could not be read or encoded.
         """
         media = self._media_ahead(chunk)
         if media is None:
             return []
         if media.fault is not None:
-            raise media.fault
+            raise MediaFeaturesError("a picture or clip has no features") from media.fault
         end = chunk.start + chunk.num_tokens
         found: list[FeatureRows] = []
         for piece in media.pieces:
@@ -227,14 +233,11 @@ class MediaFeatures:
         return frames
 
     def _encode(self, frames: dict[FeatureKey, Tensor], wanted: list[tuple[_SlotMedia, _Piece]]) -> None:
-        """Encode all `frames` together; one by one when that fails, to tell whose fault it is."""
-        outcomes: dict[FeatureKey, Tensor | Exception]
-        try:
-            outcomes = dict(zip(frames, self._encoder.encode_media(list(frames.values())), strict=True))
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
-            outcomes = {key: error if len(frames) == 1 else self._encode_alone(item) for key, item in frames.items()}
+        """Encode all `frames`, and hand the features to those who want them."""
+        num_tokens = {piece.key: piece.num_tokens for _, piece in wanted}
+        outcomes: dict[FeatureKey, Tensor | Exception] = {}
+        for keys in _batches(frames, num_tokens):
+            outcomes |= self._encode_batch({key: frames[key] for key in keys})
         for media, piece in wanted:
             features = outcomes[piece.key]
             if isinstance(features, Exception):
@@ -245,13 +248,40 @@ class MediaFeatures:
                 media.features[piece.key] = features
                 self.cache.put(piece.key, features)
 
-    def _encode_alone(self, frames: Tensor) -> Tensor | Exception:
+    def _encode_batch(self, frames: dict[FeatureKey, Tensor]) -> dict[FeatureKey, Tensor | Exception]:
+        """Encode all `frames` together; one by one when that fails, to tell whose fault it is."""
         try:
-            return self._encoder.encode_media([frames])[0]
+            return dict(zip(frames, self._encoder.encode_media(list(frames.values())), strict=True))
         except torch.AcceleratorError:
             raise
         except Exception as error:
-            return error
+            if len(frames) == 1:
+                return dict.fromkeys(frames, _without_frames(error))
+        # Not in the handler: there, all that the failed attempt has computed would still be held.
+        outcomes: dict[FeatureKey, Tensor | Exception] = {}
+        for key, item in frames.items():
+            outcomes |= self._encode_batch({key: item})
+        return outcomes
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The error, logged and without its traceback, which would hold on to the tensors of the failed attempt."""
+    traceback.clear_frames(error.__traceback__)
+    logger.warning("a picture or clip cannot be encoded", exc_info=error)
+    return error.with_traceback(None)
+
+
+def _batches(keys: Iterable[FeatureKey], num_tokens: Mapping[FeatureKey, int]) -> Iterator[list[FeatureKey]]:
+    """Runs of keys of at most `MAX_BATCH_TOKENS` together, or of one key."""
+    batch: list[FeatureKey] = []
+    total = 0
+    for key in keys:
+        if batch and total + num_tokens[key] > MAX_BATCH_TOKENS:
+            yield batch
+            batch, total = [], 0
+        batch.append(key)
+        total += num_tokens[key]
+    yield batch
 
 
 def _pieces(item: MediaItem, segment_len: int) -> list[_Piece]:

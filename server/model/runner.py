@@ -221,7 +221,7 @@ class ModelRunner:
             try:
                 found.append(self._media.rows_of(chunk))
             except Exception:
-                logger.exception("the media of slot %d cannot be encoded", chunk.slot)
+                logger.exception("the media of slot %d are lost", chunk.slot)
                 found.append(None)
         is_lost = [rows is None for rows in found]
         if has_media:  # also keeps the slab as it is until every rank has read it

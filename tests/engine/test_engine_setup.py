@@ -117,7 +117,7 @@ class RankOfTwo(OneRank):
 def test_ranks_have_as_many_pages_as_the_one_with_the_least_room(checkpoint):
     chosen = settings(checkpoint, max_model_len=200, tensor_parallel_size=2, **GPU_LIKE)
     ranks = RankOfTwo()
-    parts = build(chosen, no_pixels, memory=FakeMemory(3 * GIB), ranks=ranks)
+    parts = build(chosen, no_pixels, memory=FakeMemory(3 * GIB, step_bytes=GIB), ranks=ranks)
     assert parts.ready.num_pages == 40
     num_tokens_before, num_pages = ranks.numbers
     assert num_tokens_before > num_pages * 16 > 40 * 16
@@ -145,7 +145,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(checkpoint, monk
 
     monkeypatch.setattr(M3Model, "load", refuse)
     memory = FakeMemory(2_000_000)
-    with pytest.raises(StartError, match=r"bytes of memory are missing.*weights.*workspaces.*more GPUs"):
+    with pytest.raises(StartError, match=r"of memory are missing.*weights.*workspaces.*more GPUs"):
         build(settings(checkpoint, **GPU_LIKE), no_pixels, memory=memory)
     assert memory.num_profiles == 0
 
@@ -205,7 +205,7 @@ def test_the_largest_steps_are_as_large_as_steps_can_be(model):
             return model.logits(hidden)
 
     run_largest_steps(Watched(), spec, StepLimits(max_num_seqs=3, max_num_batched_tokens=48, max_model_len=100))
-    assert seen == [("pictures", 576), (3, 3, 100, 1), (48, 1, 100, 1)]
+    assert seen == [("pictures", 15 * 576), (3, 3, 100, 1), (48, 1, 100, 1)]
 
 
 @pytest.mark.parametrize(("longest", "lengths"), [(48, [4, 8, 16, 32, 48]), (64, [4, 8, 16, 32, 64]), (5, [4, 5]), (3, [3])])

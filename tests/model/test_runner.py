@@ -1,6 +1,8 @@
 """The runner's bookkeeping, seen by a model that writes down what it is given."""
 
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -263,6 +265,43 @@ def test_an_item_that_the_encoder_cannot_take_fails_its_slot_alone(runner, model
     result = step(runner, *(Chunk(slot, 0, 4, (slot,), samples=True) for slot in range(3)), new_sequences=sequences)
     assert [failure.slot for failure in result.failures] == [1]
     assert [token.slot for token in result.sampled] == [0, 2]
+
+
+def test_an_attempt_to_encode_that_failed_holds_on_to_nothing(runner, model):
+    alive = []
+
+    class Activations:
+        pass
+
+    def encode(items):
+        model.encoded.append(len(items))
+        assert not [each for each in alive if each() is not None]
+        activations = Activations()
+        alive.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("no")
+
+    model.encode_media = encode
+    sequences = [new(slot, range(4), media=(picture(10 + slot, 0),) if slot else ()) for slot in range(3)]
+    gc.disable()
+    try:
+        result = step(runner, *(Chunk(slot, 0, 4, (slot,), samples=True) for slot in range(3)), new_sequences=sequences)
+        assert [each() for each in alive] == [None] * 3
+    finally:
+        gc.enable()
+    assert model.encoded == [2, 1, 1]
+    assert [failure.slot for failure in result.failures] == [1, 2]
+    assert [token.slot for token in result.sampled] == [0]
+
+
+def test_more_than_a_batch_is_encoded_in_several(runner, model, monkeypatch):
+    monkeypatch.setattr("server.model.media_features.MAX_BATCH_TOKENS", 5)
+    lengths = [4, 1, 2, 3, 8, 1]
+    offsets = [0, *itertools.accumulate(lengths)]
+    media = tuple(picture(10 * i, offsets[i], num_tokens=length) for i, length in enumerate(lengths))
+    step(runner, Chunk(0, 0, 20, (0, 1, 2, 3, 4), samples=True), new_sequences=[new(0, range(20), media=media)])
+    assert [len(items) for items in model.encoded] == [2, 2, 1, 1]
+    firsts = [int(value) for value in model.steps[-1][2][1][:, 0].tolist()]
+    assert firsts == [10 * i for i, length in enumerate(lengths) for _ in range(length)]
 
 
 def test_media_of_earlier_requests_are_not_encoded_again_while_the_cache_has_room(model, pools):
