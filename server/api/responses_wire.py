@@ -111,7 +111,7 @@ class Echo(msgspec.Struct, frozen=True):
     user: str | None
 
 
-class Response(msgspec.Struct, frozen=True, kw_only=True):
+class Response(Echo, frozen=True, kw_only=True):
     """A response, at any point of its life."""
 
     id: str
@@ -127,18 +127,6 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     previous_response_id: None = None
     store: bool = False
     truncation: str = "disabled"
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    parallel_tool_calls: bool
-    reasoning: dict[str, JsonValue]
-    temperature: float
-    text: dict[str, JsonValue]
-    tool_choice: JsonValue
-    tools: list[dict[str, JsonValue]]
-    top_logprobs: int
-    top_p: float
-    user: str | None
 
 
 class _ResponseEvent(msgspec.Struct, frozen=True):
