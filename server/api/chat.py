@@ -85,31 +85,29 @@ class ChatForm:
         model = self._service.settings.model_name
         return Chunk(id=self._id, created=self._created, model=model, choices=choices, usage=usage)
 
-    async def _prompt_logprobs(self, generation: Generation) -> list[dict[str, PromptLogprob] | None] | UnsetType:
+    async def _prompt_logprobs(self, generation: Generation) -> list[msgspec.Raw] | UnsetType:
         if not self._wants_prompt_logprobs:
             return UNSET
         token_ids, entries = generation.prompts[0][1:], generation.prompt_logprobs[0]
         return await self._service.in_thread(prompt_logprobs, token_ids, entries, self._service.chat_format)
 
 
-def prompt_logprobs(
-    token_ids: Sequence[int], entries: Sequence[TokenLogprobs], chat_format: ChatFormat
-) -> list[dict[str, PromptLogprob] | None]:
-    """One object per token of the prompt, by token id; null for the first token, which nothing predicts. Runs in a thread.
+def prompt_logprobs(token_ids: Sequence[int], entries: Sequence[TokenLogprobs], chat_format: ChatFormat) -> list[msgspec.Raw]:
+    """One object per token of the prompt, by token id, encoded; null for the first token, which nothing predicts. In a thread.
 
     Args:
         token_ids: the prompt without its first token.
         entries: one per id, from the engine.
         chat_format: spells the tokens.
     """
-    found: list[dict[str, PromptLogprob] | None] = [None]
+    found = [msgspec.Raw(b"null")]
     for token_id, entry in zip(token_ids, entries, strict=True):
         place: dict[str, PromptLogprob] = {}
         known = [(token_id, entry.logprob, None), *zip(entry.top_ids, entry.top_logprobs, range(1, 10**6), strict=False)]
         for known_id, logprob, rank in known:
             text = chat_format.token_bytes(known_id).decode(errors="replace")
             place[str(known_id)] = PromptLogprob(max(logprob, LOWEST_LOGPROB), rank, text)
-        found.append(place)
+        found.append(msgspec.Raw(msgspec.json.encode(place)))
     return found
 
 

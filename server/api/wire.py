@@ -148,7 +148,8 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a request that is not streamed.
 
-    `prompt_logprobs` is absent unless asked for; its first entry is null, the others map token ids to what is known of them.
+    `prompt_logprobs` is absent unless asked for; its first entry is null, the others map token ids to a `PromptLogprob`. Each
+    comes encoded, because all at once would hold up everything else.
     """
 
     id: str
@@ -157,4 +158,4 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[Choice]
     usage: Usage
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_logprobs: list[msgspec.Raw] | UnsetType = UNSET

@@ -80,19 +80,25 @@ def test_the_deadline_ends_streams_with_an_event_and_others_with_an_answer():
             requests = life_of(client).requests
             bodies = [chat(), chat(stream=True), {"messages": [{"role": "user", "content": [image]}]}]
             waiting = [asyncio.create_task(client.post(CHAT, json=body)) for body in bodies]
-            waiting.append(asyncio.create_task(client.post("/v1/messages", json=MESSAGE | {"stream": True})))
-            await until(lambda: len(engine.submitted) == 3 and media.loading.is_set())
+            others = {"/v1/messages": MESSAGE, "/v1/responses": {"input": "hi"}, "/v1/completions": PROMPT}
+            for path, body in others.items():
+                waiting.append(asyncio.create_task(client.post(path, json=body | {"stream": True})))
+            await until(lambda: len(engine.submitted) == 5 and media.loading.is_set())
             num_cut = await drain(requests, engine.end_open, 0)
             answers = await asyncio.gather(*waiting)
             return num_cut, answers, len(requests), (await client.get("/metrics")).text
 
-    num_cut, (whole, stream, preparing, named), num_left, metrics = run(scenario())
-    assert (num_cut, num_left) == (4, 0)
+    num_cut, (whole, stream, preparing, message, response, completion), num_left, metrics = run(scenario())
+    assert (num_cut, num_left) == (6, 0)
     assert [whole.status_code, preparing.status_code] == [503, 503]
     assert {answer.json()["error"]["code"] for answer in (whole, preparing)} == {"shutting_down"}
-    assert '"code":"shutting_down"' in stream.text.split("\n\n")[-2]
-    assert named.text.split("\n\n")[-2].startswith("event: error\n")
-    assert 'm3_requests_total{status="503"} 4.0' in metrics
+    *_, streamed, _ = stream.text.split("\n\n")
+    assert '"code":"shutting_down"' in streamed
+    assert completion.text.split("\n\n")[-2] == streamed
+    assert message.text.split("\n\n")[-2].startswith("event: error\n")
+    *_, failed, error, _ = response.text.split("\n\n")
+    assert [event.partition("\n")[0] for event in (failed, error)] == ["event: response.failed", "event: error"]
+    assert 'm3_requests_total{status="503"} 6.0' in metrics
     assert 'm3_requests_aborted_total{reason="client"} 0.0' in metrics
 
 
