@@ -105,6 +105,36 @@ def test_top_k_of_many_blocks(name, logits):
     both(logits, [FILTERS[name] | {"seed": seed} for seed in range(3)], block=8)
 
 
+def heads_of_blocks(*, rest):
+    """[101] logits in blocks of 16: eight at the head of each block that hardly differ from block to block, then `rest`."""
+    logits = torch.full((101,), rest)
+    heads = torch.arange(101) % 16 < 8
+    logits[heads] = (torch.arange(101)[heads] // 16 % 3) * 2.0**-20
+    return logits
+
+
+# The seven blocks of 16 logits that `weigh` may leave out for top_k, by their best ones, with the ends in awkward places.
+LEFT_OUT = {
+    "all equal": torch.zeros(101),
+    "ascending": torch.arange(101) / 8.0,
+    "descending": -torch.arange(101) / 8.0,
+    "best of one block": torch.where((torch.arange(101) >= 48) & (torch.arange(101) < 64), 5.0, 0.0),
+    "one of each block, equal": torch.where(torch.arange(101) % 16 == 7, 4.0, 0.0),
+    "one of each block, ascending": torch.where(torch.arange(101) % 16 == 3, torch.arange(101) / 50.0, -2.0),
+    "heads of blocks": heads_of_blocks(rest=-1.0),
+    "hardly any weight": heads_of_blocks(rest=-40.0) + torch.where(torch.arange(101) == 50, 29.0, 0.0),
+    "no weight but three": torch.where(torch.arange(101) % 40 == 20, 0.0, -35.0),
+    "of both signs of zero": torch.where(torch.arange(101) % 3 == 0, -0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_blocks_that_top_k_leaves_out_change_nothing(name):
+    filters = {}, {"top_p": 0.9}, {"top_p": 1 - 2**-24, "min_p": 0.3, "temperature": 3.0}
+    rows = [{"top_k": k, "seed": 11 * k} | others for k in (1, 6, 7, 8) for others in filters]
+    both(LEFT_OUT[name].expand(len(rows), -1).contiguous(), rows, block=16, capacity=128)
+
+
 @pytest.mark.parametrize("name", ["plain", "top_k", "top_p", "min_p", "all three"])
 def test_equal_logits(name):
     logits = torch.zeros(3, 70)
