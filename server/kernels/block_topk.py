@@ -12,7 +12,20 @@ from server.kernels.attention_batch import AttentionBatch
 
 
 def block_topk_torch(scores: Tensor, batch: AttentionBatch, topk: int, num_init_blocks: int, num_local_blocks: int) -> Tensor:
-    """Twin of `block_topk`."""
+    """Select up to `topk` blocks per query and index head.
+
+    Twin of `block_topk_prefill` and `block_topk_decode`.
+
+    Args:
+        scores: [Hi, T, max_blocks] fp32 of `index_score_torch`.
+        batch: gives positions; a query sees blocks 0 .. own, own = position // page.
+        topk: blocks per query, forced ones included.
+        num_init_blocks: blocks 0 .. n-1 are forced.
+        num_local_blocks: the own block and the n-1 before it are forced.
+
+    Returns:
+        [Hi, T, topk] int32 block ids, forced blocks first (ascending), then by (score descending, id ascending), then -1.
+    """
     blocks = torch.arange(scores.shape[-1], device=scores.device)
     own = (batch.positions // batch.page_size)[:, None]  # [T, 1]
     visible = blocks <= own  # [T, max_blocks]
@@ -23,31 +36,3 @@ def block_topk_torch(scores: Tensor, batch: AttentionBatch, topk: int, num_init_
     order = key.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
     selection = torch.where(order <= own, order, -1).to(torch.int32)
     return torch.nn.functional.pad(selection, (0, topk - selection.shape[-1]), value=-1)
-
-
-def block_topk(scores: Tensor, batch: AttentionBatch, topk: int, num_init_blocks: int, num_local_blocks: int) -> Tensor:
-    """Select up to `topk` blocks per query and index head.
-
-    Args:
-        scores: [Hi, T, max_blocks] fp32 of `index_score`.
-        batch: gives positions; a query sees blocks 0 .. own, own = position // page.
-        topk: blocks per query, forced ones included.
-        num_init_blocks: blocks 0 .. n-1 are forced.
-        num_local_blocks: the own block and the n-1 before it are forced.
-
-    Returns:
-        [Hi, T, topk] int32 block ids, forced blocks first (ascending), then by (score descending, id ascending), then -1.
-    """
-    if not scores.is_cuda:
-        return block_topk_torch(scores, batch, topk, num_init_blocks, num_local_blocks)
-    out = scores.new_empty((scores.shape[0], scores.shape[1], topk), dtype=torch.int32)
-    n, decodes, prefills = batch.num_decodes, batch.decodes, batch.prefills
-    if decodes is not None:
-        from server.kernels.block_topk_decode import block_topk_decode
-
-        block_topk_decode(scores[:, :n], decodes, topk, num_init_blocks, num_local_blocks, out[:, :n])
-    if prefills is not None:
-        from server.kernels.block_topk_prefill import block_topk_prefill
-
-        block_topk_prefill(scores[:, n:], prefills, topk, num_init_blocks, num_local_blocks, out[:, n:])
-    return out

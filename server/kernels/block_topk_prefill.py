@@ -183,7 +183,10 @@ def select_blocks(
 def block_topk_prefill(
     scores: Tensor, batch: AttentionBatch, topk: int, num_init_blocks: int, num_local_blocks: int, out: Tensor
 ) -> Tensor:
-    """Prefill part of `block_topk`; see there. `out` [Hi, T, topk] int32 may be a view with a contiguous last dimension."""
+    """Select from scores of prefills, as `block_topk_torch` does.
+
+    `out` [Hi, T, topk] int32 may be a view with a contiguous last dimension.
+    """
     num_heads, num_tokens, max_blocks = scores.shape
     group_max = None
     if max_blocks > _MAX_DIRECT:

@@ -20,7 +20,19 @@ def num_blocks(batch: AttentionBatch) -> int:
 
 
 def index_score_torch(index_q: Tensor, index_lane: Tensor, batch: AttentionBatch, out: Tensor | None = None) -> Tensor:
-    """Twin of `index_score`: sequence by sequence, a bounded number of queries at a time."""
+    """Score every block for every query and index head.
+
+    Twin of `index_score_prefill` and `index_score_decode`: sequence by sequence, a bounded number of queries at a time.
+
+    Args:
+        index_q: [T, Hi, Di] after norm and rotation.
+        index_lane: [P, page, Di] index keys, those of this step already written.
+        batch: B sequences, T tokens.
+        out: [Hi, T, max_blocks] fp32 to write into; allocated when None.
+
+    Returns:
+        [Hi, T, max_blocks] fp32 with max_blocks = ceil(batch.max_seq_len / page); -inf in blocks after the query's own.
+    """
     num_tokens, num_heads, _ = index_q.shape
     if out is None:
         out = index_q.new_empty((num_heads, num_tokens, num_blocks(batch)), dtype=torch.float32)
@@ -44,31 +56,3 @@ def _block_max(queries: Tensor, keys: Tensor, positions: Tensor, page_size: int)
     late = torch.arange(seen, keys.shape[0], device=keys.device) > positions[:, None]
     scores[..., seen:].masked_fill_(late, -math.inf)
     return scores.view(scores.shape[0], scores.shape[1], -1, page_size).amax(-1)
-
-
-def index_score(index_q: Tensor, index_lane: Tensor, batch: AttentionBatch, out: Tensor | None = None) -> Tensor:
-    """Score every block for every query and index head.
-
-    Args:
-        index_q: [T, Hi, Di] after norm and rotation.
-        index_lane: [P, page, Di] index keys, those of this step already written.
-        batch: B sequences, T tokens.
-        out: [Hi, T, max_blocks] fp32 to write into; allocated when None.
-
-    Returns:
-        [Hi, T, max_blocks] fp32 with max_blocks = ceil(batch.max_seq_len / page); -inf in blocks after the query's own.
-    """
-    if not index_q.is_cuda:
-        return index_score_torch(index_q, index_lane, batch, out)
-    if out is None:
-        out = index_q.new_empty((index_q.shape[1], index_q.shape[0], num_blocks(batch)), dtype=torch.float32)
-    n, decodes, prefills = batch.num_decodes, batch.decodes, batch.prefills
-    if decodes is not None:
-        from server.kernels.index_score_decode import index_score_decode
-
-        index_score_decode(index_q[:n], index_lane, decodes, out[:, :n])
-    if prefills is not None:
-        from server.kernels.index_score_prefill import index_score_prefill
-
-        index_score_prefill(index_q[n:], index_lane, prefills, out[:, n:])
-    return out

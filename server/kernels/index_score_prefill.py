@@ -178,7 +178,10 @@ def score_blocks(
 
 
 def index_score_prefill(index_q: Tensor, index_lane: Tensor, batch: AttentionBatch, out: Tensor) -> Tensor:
-    """Prefill part of `index_score`; see there. `out` may be a view with any strides but a contiguous last dimension."""
+    """Score blocks for the queries of prefills, as `index_score_torch` does.
+
+    `out` may be a view with any strides but a contiguous last dimension.
+    """
     assert out.dtype == torch.float32
     score_blocks(index_q, index_lane, batch, out, None, fill=True)
     return out

@@ -33,7 +33,7 @@ def msa_select_prefill(
     num_local_blocks: int,
     out: Tensor,
 ) -> Tensor:
-    """Prefill part of `msa_select`; see there.
+    """Select blocks for the queries of prefills, as `msa_select_torch` does.
 
     When no sequence has more than `topk` blocks, every query takes all its blocks (ascending) and nothing is scored.
 

@@ -14,7 +14,20 @@ _CHUNK_BYTES = 64 << 20  # gathered tiles alive at a time in the twin
 
 
 def sparse_attention_torch(q: Tensor, kv_lane: Tensor, selection: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """Twin of `sparse_attention`: a few queries at a time, over all blocks that any of them chose."""
+    """Attend to selected blocks.
+
+    Twin of `sparse_prefill` and `sparse_decode`: a few queries at a time, over all blocks that any of them chose.
+
+    Args:
+        q: [T, Hq, D] after norm and rotation.
+        kv_lane: [P, Hkv, 2, page, D], this step's keys and values already written.
+        selection: [Hkv, T, topk] int32 block ids of each query's sequence, -1 for none; any order, no repeats.
+        batch: B sequences, T tokens.
+        scale: factor of the scores, 1 / sqrt(D).
+
+    Returns:
+        [T, Hq, D] in the dtype of `q`; softmax in fp32.
+    """
     out = torch.empty_like(q)
     bounds, seq_lens = batch.query_start.tolist(), batch.seq_lens.tolist()
     for b, seq_len in enumerate(seq_lens):
@@ -51,31 +64,3 @@ def _attend(q: Tensor, tiles: Tensor, blocks: Tensor, chosen: Tensor, positions:
         queries, kv[:, :1], kv[:, 1:], attn_mask=visible[:, None], scale=scale, enable_gqa=True
     )
     return attended.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def sparse_attention(q: Tensor, kv_lane: Tensor, selection: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """Attend to selected blocks.
-
-    Args:
-        q: [T, Hq, D] after norm and rotation.
-        kv_lane: [P, Hkv, 2, page, D], this step's keys and values already written.
-        selection: [Hkv, T, topk] int32 block ids of each query's sequence, -1 for none; any order, no repeats.
-        batch: B sequences, T tokens.
-        scale: factor of the scores, 1 / sqrt(D).
-
-    Returns:
-        [T, Hq, D] in the dtype of `q`; softmax in fp32.
-    """
-    if not q.is_cuda:
-        return sparse_attention_torch(q, kv_lane, selection, batch, scale)
-    out = torch.empty_like(q)
-    n, decodes, prefills = batch.num_decodes, batch.decodes, batch.prefills
-    if decodes is not None:
-        from server.kernels.sparse_decode import sparse_decode
-
-        sparse_decode(q[:n], kv_lane, selection[:, :n], decodes, scale, out[:n])
-    if prefills is not None:
-        from server.kernels.sparse_prefill import sparse_prefill
-
-        sparse_prefill(q[n:], kv_lane, selection[:, n:], prefills, scale, out[n:])
-    return out

@@ -253,7 +253,9 @@ def _attend_leftovers(q: Tensor, kv_lane: Tensor, plan: SparsePlan, scale: float
 
 
 def sparse_prefill(q: Tensor, kv_lane: Tensor, selection: Tensor, batch: AttentionBatch, scale: float, out: Tensor) -> Tensor:
-    """Prefill part of `sparse_attention`; see there. Needs the own block of every query in its selection.
+    """Attend to selected blocks in prefills, as `sparse_attention_torch` does.
+
+    Needs the own block of every query in its selection.
 
     Workspace: up to Hkv * T * (topk - 1) * G partial rows, 4 KiB per leftover in production (2 GB at 8,192 queries).
 

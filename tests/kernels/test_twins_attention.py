@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from server.kernels import sparse_attention as sparse_module
-from server.kernels.block_topk import block_topk
+from server.kernels.block_topk import block_topk_torch
 from server.kernels.dense_attention import dense_attention
-from server.kernels.index_score import index_score, num_blocks
-from server.kernels.msa_select import msa_select
-from server.kernels.sparse_attention import sparse_attention
+from server.kernels.index_score import index_score_torch, num_blocks
+from server.kernels.msa_select import msa_select_torch
+from server.kernels.sparse_attention import sparse_attention_torch
 from tests.paged import filled_index_lane, filled_kv_lane, paged_case
 
 # (query lengths, sequence lengths): decodes first, then prefills with and without a cached prefix.
@@ -65,7 +65,7 @@ def test_index_score(query_lens, seq_lens, dtype):
     case = paged_case(query_lens, seq_lens, PAGE)
     lane, keys = filled_index_lane(case, INDEX_DIM, dtype=dtype)
     index_q = randn(sum(query_lens), 3, INDEX_DIM, dtype=dtype)
-    scores = index_score(index_q, lane, case.batch)
+    scores = index_score_torch(index_q, lane, case.batch)
     expected = reference_scores(index_q, keys, case.batch)
     assert scores.dtype == torch.float32
     assert torch.equal(scores.isinf(), expected.isinf())
@@ -78,7 +78,7 @@ def test_index_score_in_small_chunks_writes_into_a_strided_output(monkeypatch):
     lane, keys = filled_index_lane(case, INDEX_DIM)
     index_q = randn(38, 2, INDEX_DIM)
     out = torch.full((2, 40, num_blocks(case.batch)), 7.0)
-    index_score(index_q, lane, case.batch, out[:, 1:39])
+    index_score_torch(index_q, lane, case.batch, out[:, 1:39])
     torch.testing.assert_close(out[:, 1:39].double(), reference_scores(index_q, keys, case.batch), atol=1e-4, rtol=1e-5)
     assert (out[:, [0, 39]] == 7.0).all()
 
@@ -102,7 +102,7 @@ def test_block_topk_orders_by_score_then_block(topk, num_init, num_local, scores
         scores.fill_(-math.inf)
     for t, _, position in owners(batch):
         scores[:, t, position // PAGE + 1 :] = -math.inf
-    selection = block_topk(scores, batch, topk, num_init, num_local)
+    selection = block_topk_torch(scores, batch, topk, num_init, num_local)
     assert selection.dtype == torch.int32
     for t, _, position in owners(batch):
         for head in range(2):
@@ -113,8 +113,8 @@ def test_block_topk_orders_by_score_then_block(topk, num_init, num_local, scores
 def test_block_topk_never_prefers_nan():
     case = paged_case([1], [100], PAGE)
     scores = torch.tensor([[[1.0, math.nan, 3.0, 2.0, math.nan, 0.0, math.nan]]])
-    assert block_topk(scores, case.batch, 4, 0, 1).tolist() == [[[6, 2, 3, 0]]]
-    assert block_topk(scores, case.batch, 8, 0, 1).tolist() == [[[6, 2, 3, 0, 5, 1, 4, -1]]]
+    assert block_topk_torch(scores, case.batch, 4, 0, 1).tolist() == [[[6, 2, 3, 0]]]
+    assert block_topk_torch(scores, case.batch, 8, 0, 1).tolist() == [[[6, 2, 3, 0, 5, 1, 4, -1]]]
 
 
 @pytest.mark.parametrize(("query_lens", "seq_lens"), RAGGED)
@@ -122,7 +122,7 @@ def test_msa_select(query_lens, seq_lens):
     case = paged_case(query_lens, seq_lens, PAGE)
     lane, keys = filled_index_lane(case, INDEX_DIM)
     index_q = randn(sum(query_lens), 2, INDEX_DIM)
-    selection = msa_select(index_q, lane, case.batch, 4, 0, 1)
+    selection = msa_select_torch(index_q, lane, case.batch, 4, 0, 1)
     scores = reference_scores(index_q, keys, case.batch)
     for t, _, position in owners(case.batch):
         for head in range(2):
@@ -136,9 +136,9 @@ def test_sparse_attention(query_lens, seq_lens, num_chunk_bytes, monkeypatch):
     case = paged_case(query_lens, seq_lens, PAGE)
     lane, contents = filled_kv_lane(case, KV_HEADS, DIM)
     scores = randn(KV_HEADS, sum(query_lens), num_blocks(case.batch), seed=5)
-    selection = block_topk(scores, case.batch, 4, 0, 1)
+    selection = block_topk_torch(scores, case.batch, 4, 0, 1)
     q = randn(sum(query_lens), HEADS, DIM)
-    out = sparse_attention(q, lane, selection, case.batch, SCALE)
+    out = sparse_attention_torch(q, lane, selection, case.batch, SCALE)
     torch.testing.assert_close(
         out.double(), reference_attention(q, contents, case.batch, selected(selection)), atol=1e-5, rtol=1e-5
     )
@@ -147,10 +147,12 @@ def test_sparse_attention(query_lens, seq_lens, num_chunk_bytes, monkeypatch):
 def test_sparse_attention_takes_selections_in_any_order():
     case = paged_case([1, 50], [120, 90], PAGE)
     lane, _ = filled_kv_lane(case, KV_HEADS, DIM)
-    selection = block_topk(randn(KV_HEADS, 51, num_blocks(case.batch)), case.batch, 4, 0, 1)
+    selection = block_topk_torch(randn(KV_HEADS, 51, num_blocks(case.batch)), case.batch, 4, 0, 1)
     q = randn(51, HEADS, DIM)
-    out = sparse_attention(q, lane, selection, case.batch, SCALE)
-    torch.testing.assert_close(out, sparse_attention(q, lane, selection.flip(-1), case.batch, SCALE), atol=1e-6, rtol=1e-6)
+    out = sparse_attention_torch(q, lane, selection, case.batch, SCALE)
+    torch.testing.assert_close(
+        out, sparse_attention_torch(q, lane, selection.flip(-1), case.batch, SCALE), atol=1e-6, rtol=1e-6
+    )
 
 
 def test_sparse_attention_without_the_own_block():
@@ -158,7 +160,7 @@ def test_sparse_attention_without_the_own_block():
     lane, contents = filled_kv_lane(case, KV_HEADS, DIM)
     selection = torch.tensor([[[2, 0, -1]], [[4, -1, -1]]], dtype=torch.int32)
     q = randn(1, HEADS, DIM)
-    out = sparse_attention(q, lane, selection, case.batch, SCALE)
+    out = sparse_attention_torch(q, lane, selection, case.batch, SCALE)
     torch.testing.assert_close(
         out.double(), reference_attention(q, contents, case.batch, selected(selection)), atol=1e-5, rtol=1e-5
     )
@@ -179,9 +181,9 @@ def test_dense_attention(query_lens, seq_lens, num_queries, monkeypatch):
 def test_sparse_equals_dense_while_everything_is_selected():
     case = paged_case([1, 64], [64, 64], PAGE)
     lane, _ = filled_kv_lane(case, KV_HEADS, DIM)
-    selection = block_topk(randn(KV_HEADS, 65, num_blocks(case.batch)), case.batch, 4, 0, 1)
+    selection = block_topk_torch(randn(KV_HEADS, 65, num_blocks(case.batch)), case.batch, 4, 0, 1)
     q = randn(65, HEADS, DIM)
-    sparse, dense = sparse_attention(q, lane, selection, case.batch, SCALE), dense_attention(q, lane, case.batch, SCALE)
+    sparse, dense = sparse_attention_torch(q, lane, selection, case.batch, SCALE), dense_attention(q, lane, case.batch, SCALE)
     torch.testing.assert_close(sparse, dense, atol=1e-6, rtol=1e-6)
 
 
