@@ -7,7 +7,7 @@ DEPLOY_TOOLS ?= $(HOME)/.cache/m3-deploy-tools
 # Tests with real processes and clocks may be disturbed by a busy machine: what fails runs once more, and the summary says so.
 SECOND_TRY := --reruns 1
 
-.PHONY: serve check test test-deploy format clean
+.PHONY: serve check test test-gpu test-deploy format clean
 
 serve: $(STAMP)
 	$(BIN)/m3-server serve --model server/model/tiny
@@ -21,6 +21,13 @@ check: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile -m "not gpu and not deploy and not e2e" $(PYTEST_ARGS)
 	$(BIN)/pytest -m "e2e and not deploy" $(SECOND_TRY) $(PYTEST_ARGS)
+
+# What needs a Hopper GPU, in the environment as it is. The engine's tests come last and alone: they measure the device's memory.
+PYTEST ?= $(BIN)/pytest
+GPU_WORKERS ?= 4
+test-gpu:
+	$(PYTEST) -n $(GPU_WORKERS) --dist loadfile -m gpu tests/kernels tests/model $(PYTEST_ARGS)
+	$(PYTEST) -m gpu tests/engine $(PYTEST_ARGS)
 
 # The chart, the image, the alerts: with real Helm, Prometheus, nginx and podman. Needs root on Debian.
 test-deploy: $(STAMP)
