@@ -130,8 +130,8 @@ LEFT_OUT = {
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_blocks_that_top_k_leaves_out_change_nothing(name):
-    filters = {}, {"top_p": 0.9}, {"top_p": 1 - 2**-24, "min_p": 0.3, "temperature": 3.0}
-    rows = [{"top_k": k, "seed": 11 * k} | others for k in (1, 6, 7, 8) for others in filters]
+    rows = [{"top_k": k, "seed": 11 * k} for k in (1, 6, 8)]
+    rows += [{"top_k": k, "top_p": 0.9, "min_p": 0.3, "temperature": 3.0} for k in (2, 7)]
     both(LEFT_OUT[name].expand(len(rows), -1).contiguous(), rows, block=16, capacity=128)
 
 
