@@ -45,11 +45,11 @@ def _logits_row(bench: Bench, batch_size: int) -> StepRow:
 
 def _sampling_row(bench: Bench, batch_size: int, kind: str, params: SamplingParams) -> StepRow:
     """The limit is one read of the logits."""
-    vocab_size, device = bench.whole.config.text.vocab_size, bench.pools.device
+    vocab_size, device, dtype = bench.whole.config.text.vocab_size, bench.pools.device, bench.whole.weights["lm_head"].dtype
     sampler = Sampler(batch_size, vocab_size, device, base_seed=0)
     for slot in range(batch_size):
         sampler.admit(NewSequence(slot, f"request {slot}", [0], 1, params, ()))
-    logits = torch.randn((batch_size, vocab_size), device=device) * 3.0
+    logits = torch.randn((batch_size, vocab_size), dtype=dtype, device=device) * 3.0
     rows = [SamplingRow(slot, 1) for slot in range(batch_size)]
     pending: list[PendingSample] = []
 
@@ -59,4 +59,4 @@ def _sampling_row(bench: Bench, batch_size: int, kind: str, params: SamplingPara
         pending.append(sampler.launch(logits, rows))
 
     timing, mode = time_sampling(choose)
-    return bench.row("head", f"sampling, {kind}", timing, limit_us(4 * logits.numel(), 0), 1, mode, batch=batch_size)
+    return bench.row("head", f"sampling, {kind}", timing, limit_us(logits.nbytes, 0), 1, mode, batch=batch_size)

@@ -8,6 +8,7 @@ import json
 import random
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -208,6 +209,36 @@ def test_a_row_that_is_not_finite_costs_one_sequence(model, overlap_steps):
     assert tokens_of(server, "r1") == alone["r1"][:3]
     assert {name: server.output(name) for name in ("r0", "r2")} == {name: alone[name] for name in ("r0", "r2")}
     assert server.serve([greedy("again", 1)])["again"] == alone["r1"]
+
+
+@pytest.mark.parametrize("seed", range(40, 52))
+def test_faults_anywhere_cost_their_own_sequences_and_leave_nothing_behind(model, tokenizer, seed):
+    program, rng = Program(seed), random.Random(seed)
+    plain = program.run(model, tokenizer, overlap_steps=False)
+    faulty = Faulty(model)
+    first = rng.randrange(2, 12)
+    faulty.raising = {call: RuntimeError("no") for call in (first, first + rng.randrange(1, 9))}
+    faulty.not_finite = {rng.randrange(1, 25): [0] for _ in range(3)}
+    graphs = {"record": lambda work: work} if seed % 2 else {}
+    server = program.run(faulty, tokenizer, overlap_steps=True, **graphs)
+    ends = {request.request_id: server.end(request.request_id) for request in program.requests}
+    assert any(isinstance(end, Failed) for end in ends.values())
+    for name, end in ends.items():
+        terminal = [event for event in server.events[name] if isinstance(event, Finished | Failed)]
+        assert terminal == [end]
+        tokens, expected = tokens_of(server, name), tokens_of(plain, name)
+        is_whole = isinstance(end, Finished) and end.reason is not FinishReason.ABORT
+        if plain.end(name).reason is FinishReason.ABORT:
+            length = min(len(tokens), len(expected))
+            assert tokens[:length] == expected[:length]
+        else:
+            assert tokens == (expected if is_whole else expected[: len(tokens)])
+    again = msgspec.structs.replace(
+        program.requests[0], request_id="again", sampling=SamplingParams(max_tokens=9, temperature=0.0)
+    )
+    alone = Server(model, pixels=program.pixels).serve([again])
+    faulty.raising, faulty.not_finite = {}, {}
+    assert server.serve([again]) == alone, "pages of failed steps are not found again"
 
 
 def test_a_lost_device_ends_what_is_in_flight(model):
