@@ -100,6 +100,16 @@ def test_the_deadline_ends_what_is_left_with_an_error_and_a_code():
     assert "Traceback" not in server.log
 
 
+def test_an_engine_that_dies_while_the_server_drains_ends_it_with_code_one():
+    with ServerProcess() as server, streaming(server) as stream:
+        server.process.send_signal(signal.SIGTERM)
+        wait_for_line(server, "shutting down: 1 requests")
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        *_, last = stream.rest()
+        assert '"error"' in last
+        assert server.process.wait(EXIT_TIMEOUT_S) == 1
+
+
 def test_the_deadline_holds_for_an_engine_that_hangs():
     with ServerProcess(M3_DRAIN_TIMEOUT_S="1") as server, streaming(server) as stream:
         engine = server.engine_pid()
