@@ -5,7 +5,6 @@ a little-endian uint32 length and MessagePack. It may be killed at any moment, s
 stack and cost nothing but itself.
 """
 
-import signal
 import struct
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Final
 import msgspec
 
 from server.grammars import GrammarError, GrammarTokenizer
-from server.media.sandbox import confine
+from server.media.sandbox import confine, leave_signals_to_front
 from server.messages import Grammar
 
 FRAME_LEN: Final = struct.Struct("<I")
@@ -51,7 +50,7 @@ def _send(verdict: Verdict) -> None:
 
 def main() -> None:
     """Serve until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which then closes the pipe
+    leave_signals_to_front()
     try:
         tokenizer = GrammarTokenizer(Path(sys.argv[1]), int(sys.argv[2]))
     except GrammarError as error:

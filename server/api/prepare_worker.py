@@ -39,7 +39,7 @@ from server.api.responses_prepare import RESPONSE_JOB
 from server.api.tokenize_prepare import DETOKENIZE_JOB, TOKENIZE_JOB
 from server.errors import M3Error, PayloadTooLargeError
 from server.logs import frames_of
-from server.media.sandbox import confine, silence
+from server.media.sandbox import confine, leave_signals_to_front, silence
 
 JOBS: Final[dict[str, Job[Any]]] = {
     job.name: job for job in (CHAT_JOB, COMPLETION_JOB, RESPONSE_JOB, MESSAGES_JOB, COUNT_JOB, TOKENIZE_JOB, DETOKENIZE_JOB)
@@ -125,7 +125,7 @@ def resident_bytes() -> int:
 
 def main() -> None:
     """Serve until the front is done or gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which then closes the socket
+    leave_signals_to_front()
     log = LogKeeper()
     logging.getLogger().addHandler(log)
     try:

@@ -14,6 +14,8 @@ import socket
 import sys
 from collections.abc import Callable
 
+from server.media.sandbox import leave_signals_to_front
+
 READY = b"+"
 REFUSED = b"-"
 MESSAGE_BYTES = 64
@@ -28,7 +30,7 @@ def serve(worker_main: Callable[[socket.socket, int], None]) -> None:
     """
     parent_pid = int(sys.argv[1])
     _die_with(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which then closes the socket
+    leave_signals_to_front()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects workers; the front watches them by descriptor
     gc.collect()
     gc.freeze()  # a collection in a worker would write to, and so copy, every page that holds an object

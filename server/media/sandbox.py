@@ -43,6 +43,12 @@ def confine(memory_bytes: int, parent_pid: int) -> None:
         raise SystemExit(0)
 
 
+def leave_signals_to_front() -> None:
+    """Ignore Ctrl-C and the SIGTERM that a service manager sends to all processes: a front that drains needs its workers."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+
+
 def _private_bytes() -> int:
     with open("/proc/self/statm", "rb") as statm:
         return int(statm.read().split()[5]) * resource.getpagesize()

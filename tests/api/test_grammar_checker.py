@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -201,5 +202,18 @@ def test_hostile_grammars_get_a_verdict_within_the_limit_and_do_no_harm():
                 assert time.monotonic() - started_s < grammar_checker.CHECK_TIMEOUT_S + 3
                 assert "unclosed group" in await fault_of(checker, BAD)
             assert await fault_of(checker, Grammar(GrammarKind.REGEX, "b+")) is None
+
+    asyncio.run(scenario())
+
+
+def test_a_signal_to_all_processes_leaves_the_worker_to_the_front_while_it_drains():
+    async def scenario():
+        async with checker_with() as checker:
+            await checker.check(GOOD, "p")
+            worker = checker._worker
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                worker._process.send_signal(signum)
+            assert await fault_of(checker, Grammar(GrammarKind.REGEX, "b+")) is None
+            assert checker._worker is worker
 
     asyncio.run(scenario())

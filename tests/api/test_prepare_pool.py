@@ -416,3 +416,16 @@ def test_workers_give_way_hold_no_secret_and_end_with_the_front(monkeypatch):
 
     pid = asyncio.run(scenario())
     wait_until(lambda: not is_running(pid), 5)
+
+
+def test_a_signal_to_all_processes_leaves_the_workers_to_the_front_while_it_drains():
+    async def scenario():
+        async with pool_with() as pool:
+            await said(pool, b"x")
+            (pid,) = pool.pids
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                os.kill(pid, signum)
+            await said(pool, b"y")
+            assert pool.pids == [pid]
+
+    asyncio.run(scenario())

@@ -437,3 +437,19 @@ def test_a_fault_of_the_pools_own_costs_no_worker_its_place(tmp_path, spawner, m
 
     run(main())
     assert "a bug" in caplog.text
+
+
+def test_a_signal_to_all_processes_leaves_the_workers_to_the_front_while_it_drains(tmp_path):
+    async def main():
+        own = Spawner()
+        async with running(tmp_path, own) as (pool, _):
+            pids, fork_server = pool.pids, own.pid
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                for pid in (fork_server, *pids):
+                    os.kill(pid, signum)
+            assert isinstance(await submit(pool, PLAN, PICTURE).outcome(), ImagePlan)
+            assert (pool.pids, own.pid) == (pids, fork_server)
+            assert pool.totals.num_deaths == 0
+        await own.close()
+
+    run(main())
