@@ -5,6 +5,7 @@ import torch
 
 from server.kernels import moe_triton as dispatch
 from server.kernels.moe import moe, route
+from tests.kernels.gpu_memory import poison_free_memory
 from tests.kernels.moe_reference import ACTIVATION, expected_moe, expected_route, normal, random_mxfp8, routing
 
 pytestmark = pytest.mark.gpu
@@ -18,11 +19,6 @@ def weights_of(is_mxfp8, num_experts):
     if is_mxfp8:
         return tuple(random_mxfp8(*shape, seed=i, device="cuda") for i, shape in enumerate(shapes))
     return tuple((normal(*shape, seed=i) / shape[-1] ** 0.5).cuda().bfloat16() for i, shape in enumerate(shapes, start=1))
-
-
-def poison_free_memory():
-    """Memory that the next allocations find full of NaN."""
-    torch.full((1 << 26,), torch.nan, device="cuda")
 
 
 def relative_error(out, expected):

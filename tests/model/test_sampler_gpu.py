@@ -51,6 +51,7 @@ def test_tokens_and_logprobs_are_those_of_a_cpu():
                 assert ours.logprobs.top_logprobs == pytest.approx(theirs.logprobs.top_logprobs, abs=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # that it does not see every wait
 @torch.inference_mode()
 def test_a_launch_does_not_wait_for_the_device():
     sampler = Sampler(8, VOCAB, torch.device("cuda"), 1)
