@@ -50,7 +50,10 @@ def store_columns(
     acc, p_out, row_weight_ptr, num_rows, begin, alpha, beta, limit,
     N: gl.constexpr, GATED: gl.constexpr, MXFP8: gl.constexpr,
 ):  # fmt: skip
-    """As `_store_chunk`, in pieces that need little shared memory."""
+    """Columns of the product [64, n] as rows begin .. begin + n of the output, in pieces that need little shared memory.
+
+    `p_out` points to the tile's first row and this group's first column, `row_weight_ptr` to the weight of that row.
+    """
     n: gl.constexpr = acc.shape[1]
     if n == 256:
         left, right = _halves(acc)
