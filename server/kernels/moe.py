@@ -104,7 +104,8 @@ def moe(
             1 and not scaled.
 
     Returns:
-        [T, H] in the dtype of `x`; expert outputs are summed in fp32. Rows do not depend on other rows' values.
+        [T, H] in the dtype of `x`; expert outputs are summed in fp32. Rows do not depend on other rows' values, as long as
+        weights are finite: few tokens meet every chosen expert, if only with zeros.
     """
     if x.is_cuda:
         from server.kernels.moe_triton import moe_triton
