@@ -4,6 +4,7 @@ The base is a Debian made here, where the real build takes one by digest; the CP
 differ in the lock file alone.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -86,9 +87,15 @@ def inside(container, program, check=True):
 
 @pytest.fixture(scope="module")
 def container(image):
-    """The image as the chart's security context runs it."""
+    """A container that no test ends: its name and URL."""
+    with running(image, "m3-image-test") as url:
+        yield "m3-image-test", url
+
+
+@contextlib.contextmanager
+def running(image, name):
+    """The image as the chart's security context runs it; gives its URL once it is ready."""
     port = free_port()
-    name = "m3-image-test"
     engine("podman", "rm", "--force", "--ignore", name)
     restrictions = [
         "--read-only",
@@ -104,7 +111,7 @@ def container(image):
         "M3_DRAIN_TIMEOUT_S": "3",
         "OMP_NUM_THREADS": "1",
     }
-    environment = [f"--env={name}={value}" for name, value in settings.items()]
+    environment = [f"--env={key}={value}" for key, value in settings.items()]
     command = ["uvicorn", "server.main:app", "--host=127.0.0.1", f"--port={port}"]
     engine(
         "podman", "run", "--detach", f"--name={name}", "--network=host", *restrictions, *writable, *environment, image, *command
@@ -112,7 +119,7 @@ def container(image):
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: is_ready(url), 60)
-        yield name, url
+        yield url
     finally:
         print(engine("podman", "logs", name, check=False).stderr[-3000:])
         engine("podman", "rm", "--force", "--ignore", name)
@@ -251,20 +258,20 @@ def test_the_rendered_pod_serves(image, claim, tmp_path):
         engine("podman", "kube", "down", file, check=False)
 
 
-def test_podman_stop_drains_and_ends(container):
-    """The last one: it ends the container."""
-    name, url = container
+def test_podman_stop_drains_and_ends(image):
+    name = "m3-stop-test"
     with (
+        running(image, name) as url,
         httpx.Client(timeout=60) as client,
         client.stream("POST", url + "/v1/chat/completions", json=chat(stream=True)) as response,
     ):
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
         with subprocess.Popen(
-            [tool("podman"), *map(str, STORAGE), "stop", "--time=30", name], stdout=subprocess.DEVNULL
+            [tool("podman"), *map(str, STORAGE), "stop", "--time=60", name], stdout=subprocess.DEVNULL
         ) as stopping:
             rest = [line for line in lines if line]
-            assert stopping.wait(40) == 0
-    assert '"code":"shutting_down"' in rest[-1]
-    state = json.loads(engine("podman", "inspect", name).stdout)[0]["State"]
-    assert state["ExitCode"] == 3, "the server's own code for a stream that was cut; 137 would be a kill"
+            assert stopping.wait(70) == 0
+        assert '"code":"shutting_down"' in rest[-1]
+        state = json.loads(engine("podman", "inspect", name).stdout)[0]["State"]
+        assert state["ExitCode"] == 3, "the server's own code for a stream that was cut; 137 would be a kill"
