@@ -17,7 +17,7 @@ import msgspec
 
 from server.api.prepare import Job
 from server.api.prepare_process import PrepareProcess, WorkerFaultError
-from server.api.prepare_protocol import TOO_MUCH_MEMORY, PeerEndedError, Setup
+from server.api.prepare_protocol import TOO_MUCH_MEMORY, TOO_MUCH_TIME, PeerEndedError, Setup
 from server.errors import OverloadedError, PayloadTooLargeError, RequestFailedError, ShuttingDownError
 
 logger = logging.getLogger(__name__)
@@ -97,8 +97,8 @@ class PreparePool:
         Raises:
             M3Error: what is wrong with the request.
             OverloadedError: too many bodies wait, or this one has waited for too long.
-            PayloadTooLargeError: it takes too much memory.
-            RequestFailedError: it takes too long, or its workers died.
+            PayloadTooLargeError: it takes too much memory or processor time.
+            RequestFailedError: the machine is too slow, or its workers died.
             ShuttingDownError: the pool was closed meanwhile.
             WorkerFaultError: a bug.
         """
@@ -200,7 +200,7 @@ class PreparePool:
             if code == OUT_OF_MEMORY:
                 raise PayloadTooLargeError(TOO_MUCH_MEMORY) from None
             if code == OUT_OF_TIME:
-                raise TimeoutError from None
+                raise PayloadTooLargeError(TOO_MUCH_TIME) from None
             raise
         except (TimeoutError, asyncio.CancelledError):
             assert slot.worker is not None

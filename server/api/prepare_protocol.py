@@ -24,6 +24,7 @@ ID_TYPE: Final = "I"
 # Making integers holds the interpreter's lock, about 25 ns for each; other threads may go on between slices.
 SLICE_LEN: Final = 1 << 15
 TOO_MUCH_MEMORY: Final = "reading the body takes more memory than one request may use"
+TOO_MUCH_TIME: Final = "reading the body takes more processor time than one request may use"
 ERRORS: Final = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, M3Error)}
 
 S = TypeVar("S", bound=msgspec.Struct)

@@ -18,7 +18,7 @@ from server.api.prepare_process import WorkerFaultError
 from server.api.prepare_protocol import SLICE_LEN, Setup
 from server.api.prepare_worker import JOBS
 from server.api.sampling import Limits
-from server.errors import M3Error, OverloadedError, RequestFailedError, ShuttingDownError
+from server.errors import M3Error, OverloadedError, PayloadTooLargeError, RequestFailedError, ShuttingDownError
 from server.settings import ThinkingMode
 from tests.api.scripted import TINY, tiny_format, until
 from tests.e2e.server_process import is_running, wait_until
@@ -240,12 +240,12 @@ def test_a_body_that_takes_too_long_is_given_up_and_its_worker_replaced(log, scr
     assert len(log.lines) == 2
 
 
-def test_a_body_that_takes_too_much_processor_time_is_given_up(log, scripted):
+def test_a_body_that_takes_too_much_processor_time_is_refused_like_one_that_is_too_large(log, scripted):
     async def scenario():
         async with pool_with(command=scripted) as pool:
             slow, fine = await said(pool, b"spin", b"fine")
-            assert slow[0] is RequestFailedError
-            assert "too long" in slow[1]["error"]["message"]
+            assert slow[0] is PayloadTooLargeError, "a client tries again after a 500"
+            assert "processor time" in slow[1]["error"]["message"]
             assert fine[1]["error"]["code"] == "invalid_json"
 
     asyncio.run(scenario())
