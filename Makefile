@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEPLOY_TOOLS ?= $(HOME)/.cache/m3-deploy-tools
-# Tests with real processes and clocks may be disturbed by a busy machine: what fails runs once more, and the summary says so.
-SECOND_TRY := --reruns 1
+# Tests with real processes and clocks may be disturbed by a busy machine: what fails runs up to twice more, and the summary says so.
+MORE_TRIES := --reruns 2
 
 .PHONY: serve check test test-gpu test-deploy format clean
 
@@ -20,7 +20,7 @@ check: $(STAMP)
 # Tests that start servers come last and alone: some of them look at response times.
 test: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile -m "not gpu and not deploy and not e2e" $(PYTEST_ARGS)
-	$(BIN)/pytest -m "e2e and not deploy" $(SECOND_TRY) $(PYTEST_ARGS)
+	$(BIN)/pytest -m "e2e and not deploy" $(MORE_TRIES) $(PYTEST_ARGS)
 
 # What needs a Hopper GPU, in the environment as it is. The engine's tests come last and alone: they measure the device's memory.
 PYTEST ?= $(BIN)/pytest
@@ -32,7 +32,7 @@ test-gpu:
 # The chart, the image, the alerts: with real Helm, Prometheus, nginx and podman. Needs root on Debian.
 test-deploy: $(STAMP)
 	.ci/install-deploy-tools $(DEPLOY_TOOLS)
-	DEPLOY_TOOLS=$(abspath $(DEPLOY_TOOLS)) $(BIN)/pytest -m deploy tests/deploy $(SECOND_TRY) $(PYTEST_ARGS)
+	DEPLOY_TOOLS=$(abspath $(DEPLOY_TOOLS)) $(BIN)/pytest -m deploy tests/deploy $(MORE_TRIES) $(PYTEST_ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff format .
