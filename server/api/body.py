@@ -4,33 +4,10 @@ import asyncio
 
 from fastapi import Request
 
-from server.errors import BodyTimeoutError, OverloadedError
+from server.errors import BodyTimeoutError
+from server.held_bytes import HeldBytes
 
-
-class BodyBudget:
-    """Bytes of all bodies that are being received or read.
-
-    Attributes:
-        num_bytes: held at the moment.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.num_bytes = 0
-        self._max_bytes = max_bytes
-
-    def take(self, num_bytes: int) -> None:
-        """Count bytes in; `give_back` counts them out.
-
-        Raises:
-            OverloadedError: there are too many already.
-        """
-        if self.num_bytes + num_bytes > self._max_bytes:
-            raise OverloadedError("too many bytes of requests are being read; retry later")
-        self.num_bytes += num_bytes
-
-    def give_back(self, num_bytes: int) -> None:
-        """Those bytes are not held any more."""
-        self.num_bytes -= num_bytes
+TOO_MUCH_RECEIVED = "too many bytes of requests are being read; retry later"
 
 
 class RequestBody:
@@ -43,7 +20,7 @@ class RequestBody:
         pieces: its bytes, in order; empty once dropped. Nobody joins a large body: that would hold the interpreter's lock.
     """
 
-    def __init__(self, budget: BodyBudget) -> None:
+    def __init__(self, budget: HeldBytes) -> None:
         self.num_bytes = 0
         self.pieces: list[bytes] = []
         self._budget = budget
@@ -80,7 +57,7 @@ class RequestBody:
         self._budget.give_back(num_counted)
 
 
-async def body_of(request: Request, budget: BodyBudget, timeout_s: float) -> RequestBody:
+async def body_of(request: Request, budget: HeldBytes, timeout_s: float) -> RequestBody:
     """The whole body, which the request does not keep. A client that sends it slowly holds a place, so there is a limit.
 
     Raises:

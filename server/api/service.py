@@ -17,7 +17,7 @@ from typing import Final, ParamSpec, TypeVar
 import msgspec
 
 from server.api.address import listening_url
-from server.api.body import BodyBudget, RequestBody
+from server.api.body import TOO_MUCH_RECEIVED, RequestBody
 from server.api.chat_format import ChatFormat
 from server.api.checkpoint import CheckpointError
 from server.api.content import KindLimit, MediaLimits
@@ -31,6 +31,7 @@ from server.api.prepare_pool import PreparePool
 from server.api.prepare_protocol import Setup
 from server.api.sampling import Limits
 from server.errors import EngineUnavailableError, OverloadedError, ShuttingDownError
+from server.held_bytes import HeldBytes
 from server.media.config import MediaConfig
 from server.media.pipeline import MediaPipeline
 from server.messages import Ready
@@ -88,7 +89,7 @@ class Service:
         """
         self.settings = settings
         self.media = media or MediaPipeline(MediaConfig.from_settings(settings))
-        self.bodies = BodyBudget(max(settings.max_bodies_bytes, settings.max_body_bytes))
+        self.bodies = HeldBytes(max(settings.max_bodies_bytes, settings.max_body_bytes), TOO_MUCH_RECEIVED)
         self.metrics = Metrics(settings.model_name, self._snapshot)
         self._engine = engine
         self._chat_format = chat_format

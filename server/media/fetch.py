@@ -15,11 +15,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import httpx
 
 from server import __version__
-from server.errors import MediaError, OverloadedError
+from server.errors import MediaError
+from server.held_bytes import HeldBytes
 from server.media.addresses import is_public
 from server.media.config import FetchConfig
 from server.media.local_file import read_local
 
+TOO_MUCH_FETCHED = "too many bytes of media are being fetched; retry later"
 MAX_REDIRECTS = 5
 MAX_URL_CHARS = 8192
 MAX_CONNECT_S = 10.0
@@ -44,32 +46,6 @@ class _RefusedError(Exception):
     """The text for the client."""
 
 
-class DownloadedBytes:
-    """What was downloaded for all requests and is still held.
-
-    Attributes:
-        num_bytes: of the moment.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.num_bytes = 0
-        self._max_bytes = max_bytes
-
-    def take(self, num_bytes: int) -> None:
-        """Count bytes in; `give_back` counts them out.
-
-        Raises:
-            OverloadedError: there are too many already.
-        """
-        if self.num_bytes + num_bytes > self._max_bytes:
-            raise OverloadedError("too many bytes of media are being fetched; retry later")
-        self.num_bytes += num_bytes
-
-    def give_back(self, num_bytes: int) -> None:
-        """Those bytes are not held any more."""
-        self.num_bytes -= num_bytes
-
-
 class ByteBudget:
     """What the downloads of one request may have together; once it is overdrawn, each of them ends at its next bytes.
 
@@ -77,11 +53,11 @@ class ByteBudget:
         num_spent: what has arrived.
     """
 
-    def __init__(self, max_bytes: int, all_requests: DownloadedBytes | None = None) -> None:
+    def __init__(self, max_bytes: int, all_requests: HeldBytes | None = None) -> None:
         """Args: all_requests: counts what this budget spends, until it is given back there; None for a request alone."""
         self.num_spent = 0
         self._max_bytes = max_bytes
-        self._all_requests = all_requests or DownloadedBytes(max_bytes)
+        self._all_requests = all_requests or HeldBytes(max_bytes, TOO_MUCH_FETCHED)
 
     def spend(self, num_bytes: int) -> None:
         """Take what has arrived off the budget.

@@ -8,8 +8,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from server.errors import MediaError
+from server.held_bytes import HeldBytes
 from server.media.config import MediaConfig
-from server.media.fetch import ByteBudget, DownloadedBytes, Fetcher
+from server.media.fetch import TOO_MUCH_FETCHED, ByteBudget, Fetcher
 from server.media.pool import Job, PoolConfig, WorkerPool
 from server.media.protocol import FillClipTask, FillTask, PlanClipTask, PlanTask, Setup
 from server.media.slab import MediaSlab
@@ -55,7 +56,7 @@ class MediaPipeline:
         self._slab: MediaSlab | None = None
         self._pool: WorkerPool | None = None
         self._fetcher: Fetcher | None = None
-        self._downloaded = DownloadedBytes(config.max_fetched_bytes)
+        self._downloaded = HeldBytes(config.max_fetched_bytes, TOO_MUCH_FETCHED)
         self._totals = MediaTotals()
 
     @property
