@@ -14,6 +14,7 @@ from server.engine_memory import CudaMemory, measure, run_largest_steps
 from server.engine_setup import assemble, build, plan_memory
 from server.model.config import RELEASED_DIR
 from server.model.m3 import M3Model
+from server.model.ranks import OneRank
 from server.model.shard import Alone, Shard
 from server.model.weights import parameters
 from server.settings import load_settings
@@ -36,7 +37,7 @@ def live_through_a_start(device, dtype, config, settings, limits, memory):
     require_room(planned, 128, is_quantised=config.quantization is not None)
     model = M3Model(config, random_weights(parameters(config, Shard()), device, dtype), Alone())
     measured = measure(planned, memory, model, limits)
-    parts = assemble(settings, model, measured, memory, limits, no_pixels)
+    parts = assemble(settings, model, measured, memory, limits, no_pixels, OneRank())
     longest = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, parts.ready.max_model_len)
     run_largest_steps(model, measured.spec, longest)
     return planned, measured, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory.free_bytes()

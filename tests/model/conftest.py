@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -50,3 +52,12 @@ def selections(monkeypatch):
 
     monkeypatch.setattr(server.kernels.msa_attention, "msa_select_torch", recording)
     return log
+
+
+@pytest.fixture
+def all_cores():
+    """For references that compute on the CPU beside a GPU."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    yield
+    torch.set_num_threads(num_threads)

@@ -6,8 +6,6 @@ experts, at last tokens) falls the other way now and then; so a few sequences ma
 add nothing to that.
 """
 
-import os
-
 import pytest
 import torch
 
@@ -35,14 +33,6 @@ def served(checkpoints, dtype):
     """What each loop makes of the same requests."""
     model = load(checkpoints[dtype], "cuda", DTYPES[dtype])
     return {loop: serve(model, make_requests(), loop) for loop in LOOPS}
-
-
-@pytest.fixture
-def all_cores():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def test_there_are_steps_of_all_kinds(served):

@@ -21,7 +21,7 @@ from tests.oracle import PagedRunner, SilentProgress
 from training.make_tiny import TINY_DIR
 from training.tiny_weights import make_weights
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("all_cores")]
 
 MAX_ERROR_TO_TWINS = 1.25  # the kernels' error is at most that multiple of the twins'
 MAX_ERROR = 0.12
