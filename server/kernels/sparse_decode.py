@@ -120,9 +120,10 @@ def _sparse_decode_kernel(
         # keys and values are both in flight before the first product.
         last_tile = min(split + 1, TOPK * TILES_PER_PAGE)
     else:
-        per_split = tl.cdiv(TOPK * TILES_PER_PAGE, num_splits)
+        num_tiles = min(tl.cdiv(seq_len, PAGE), TOPK) * TILES_PER_PAGE
+        per_split = tl.cdiv(num_tiles, num_splits)
         first_tile = split * per_split
-        last_tile = min(first_tile + per_split, min(tl.cdiv(seq_len, PAGE), TOPK) * TILES_PER_PAGE)
+        last_tile = min(first_tile + per_split, num_tiles)
     for tile in tl.range(first_tile, last_tile, num_stages=NUM_STAGES):
         here = choices == tile // TILES_PER_PAGE
         start = tile % TILES_PER_PAGE * KEYS

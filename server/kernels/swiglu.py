@@ -18,13 +18,17 @@ def swiglu_oai(gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float
     """Apply the activation elementwise.
 
     Args:
-        gate: [..., I].
-        up: [..., I], same dtype.
+        gate: [T, I]; rows may be strided.
+        up: [T, I], likewise and in the same dtype.
         alpha: config key `swiglu_alpha`, gain inside the sigmoid.
         beta: config key `swiglu_beta`, added to the up half.
         limit: config key `swiglu_limit`, the clamp.
 
     Returns:
-        [..., I] in the dtype of `gate`; fp32 inside, one rounding.
+        [T, I], contiguous, in the dtype of `gate`; fp32 inside, one rounding.
     """
+    if gate.is_cuda:
+        from server.kernels.swiglu_triton import swiglu_oai_triton
+
+        return swiglu_oai_triton(gate, up, alpha, beta, limit)
     return swiglu_oai_torch(gate, up, alpha, beta, limit)

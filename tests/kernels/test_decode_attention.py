@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import server.kernels.sparse_decode
 from server.kernels.dense_decode import DenseConfig, dense_decode
 from server.kernels.msa_decode import msa_decode
 from server.kernels.msa_select_decode import msa_select_decode
@@ -48,6 +49,14 @@ def test_sparse_equals_the_float64_reference(config):
     out = torch.full_like(q, torch.nan)
     sparse_decode(q, lane, selection, batch, SCALE, out, config=config)
     assert relative_error(out, reference_attention(q, contents, selection, batch, SCALE)) < 1e-6
+
+
+def test_a_short_sequence_keeps_all_its_splits_busy(monkeypatch):
+    taken = []
+    monkeypatch.setattr(server.kernels.sparse_decode, "merge", lambda partials, *_: taken.append(partials.stats[:, :, 1]))
+    batch, q, lane, _ = make([2 * PAGE])
+    sparse_decode(q, lane, random_selection(batch), batch, SCALE, torch.empty_like(q), config=SparseConfig(2, 2, 3, 4))
+    assert (taken[0] > 0).all()  # sums of the softmax, [units, splits, heads]
 
 
 @pytest.mark.parametrize("group", [1, 3, 16])
