@@ -59,6 +59,11 @@ class SlabReader:
         """
         return self._mapping.view(ref)
 
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """All of the slab's memory, [capacity_bytes] uint8; only a range that `read` gives may be looked at."""
+        return self._mapping.data
+
     def close(self) -> None:
         """Unmap."""
         self._mapping.close()

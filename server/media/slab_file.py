@@ -47,6 +47,7 @@ class SlabMapping:
     Attributes:
         num_granules: size of the data.
         generations: [num_granules] uint64, shared; written by the owner only.
+        data: [num_granules * GRANULE_BYTES] uint8, shared; it begins a page.
     """
 
     def __init__(self, fd: int, num_granules: int) -> None:
@@ -54,7 +55,7 @@ class SlabMapping:
         data_start = _data_start(num_granules)
         self._map = mmap.mmap(fd, data_start + num_granules * GRANULE_BYTES)
         self.generations: NDArray[np.uint64] = np.frombuffer(self._map, np.uint64, num_granules, offset=_PAGE)
-        self._data: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, num_granules * GRANULE_BYTES, offset=data_start)
+        self.data: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, num_granules * GRANULE_BYTES, offset=data_start)
 
     def view(self, ref: SlabRef) -> NDArray[np.uint8]:
         """The bytes of `ref`, [num_bytes].
@@ -67,11 +68,11 @@ class SlabMapping:
             raise StaleSlabError(f"range {ref.offset}+{ref.num_bytes} is outside the slab")
         if not ref.generation or not (self.generations[first:past] == ref.generation).all():
             raise StaleSlabError(f"range {ref.offset}+{ref.num_bytes} is not of generation {ref.generation} any more")
-        return self._data[ref.offset : ref.offset + ref.num_bytes]
+        return self.data[ref.offset : ref.offset + ref.num_bytes]
 
     def close(self) -> None:
         """Let go of the memory; it stays mapped while views that were handed out are alive."""
-        del self.generations, self._data
+        del self.generations, self.data
         try:
             self._map.close()
         except BufferError:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from server.messages import MediaItem, MediaKind, SlabRef, TokenRange
 from server.model.feature_cache import FeatureCache, FeatureKey
+from server.model.frame_upload import FrameUpload
 from server.scheduler.plan import Chunk
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class MediaFeatures:
         self.cache = FeatureCache(cache_bytes)
         self._encoder = encoder
         self._read_pixels = read_pixels
-        self._device = device
+        self._upload = FrameUpload(device)
         self._slots: dict[int, _SlotMedia] = {}
 
     def admit(self, slot: int, items: tuple[MediaItem, ...]) -> None:
@@ -140,6 +141,8 @@ class MediaFeatures:
 
     def prepare(self, chunks: Iterable[Chunk]) -> bool:
         """Encode what the chunks touch and nobody has yet, in one batch; faults are kept for `rows_of`.
+
+        The device has read all pixels when it returns, so that their ranges may be another request's from then on.
 
         Returns:
             Whether any of the chunks' sequences still has media to come, be they touched or not.
@@ -171,7 +174,11 @@ class MediaFeatures:
                 except Exception as error:
                     media.fault = _without_frames(error)
         if frames:
-            self._encode(frames, wanted)
+            try:
+                self._upload.join()
+                self._encode(frames, wanted)
+            finally:
+                self._upload.wait()
         return has_media
 
     def rows_of(self, chunk: Chunk) -> list[FeatureRows]:
@@ -212,7 +219,7 @@ class MediaFeatures:
             del media.features[key]
 
     def _frames(self, piece: _Piece) -> Tensor:
-        """Frames of a piece, [F, H, W, 3] uint8 on the device."""
+        """Frames of a piece, [F, H, W, 3] uint8 on the device, on their way there."""
         item = piece.item
         num_pairs, rows, columns = item.grid_thw
         frame_bytes = rows * columns * PATCH_SIZE**2 * 3
@@ -227,10 +234,7 @@ class MediaFeatures:
             raise MediaFeaturesError(f"{pixels.size} bytes of pixels for the grid {item.grid_thw}")
         stretch = pixels[piece.first_frame * frame_bytes :][: count * frame_bytes]
         frames = torch.from_numpy(stretch.reshape(count, rows * PATCH_SIZE, columns * PATCH_SIZE, 3))
-        if self._device.type == "cuda":
-            # Copied on the host first: the device fetches it later, when the range may be another request's.
-            return frames.pin_memory().to(self._device, non_blocking=True)
-        return frames
+        return self._upload.start(frames)
 
     def _encode(self, frames: dict[FeatureKey, Tensor], wanted: list[tuple[_SlotMedia, _Piece]]) -> None:
         """Encode all `frames`, and hand the features to those who want them."""

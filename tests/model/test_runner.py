@@ -1,5 +1,6 @@
 """The runner's bookkeeping, seen by a model that writes down what it is given."""
 
+import contextlib
 import gc
 import itertools
 import weakref
@@ -487,6 +488,55 @@ def test_pixels_are_read_in_the_launch(model, pools):
     assert len(reads) == 1
     assert sampled(pending.wait()) == {0: 6}
     assert len(reads) == 1
+
+
+class NotingUpload:
+    """Copies nothing, and writes down what it is told."""
+
+    def __init__(self):
+        self.notes = []
+
+    def start(self, frames):
+        self.notes.append("start")
+        return frames
+
+    def join(self):
+        self.notes.append("join")
+
+    def wait(self):
+        self.notes.append("wait")
+
+
+def test_the_device_has_read_the_pixels_before_a_rank_says_that_it_has_its_media(model, pools):
+    class Ranks(TwoRanks):
+        def any_rank(self, flags):
+            upload.notes.append("any_rank")
+            return super().any_rank(flags)
+
+    runner = runner_on(model, pools, ranks=Ranks(0, [False]))
+    upload = runner._media._upload = NotingUpload()
+    features = model.features
+    model.features = lambda frames: upload.notes.append("encode") or features(frames)
+    sequence = new(0, range(10), media=(picture(10, 0), picture(20, 4)))
+    step(runner, Chunk(0, 0, 9, (1, 2, 3), samples=False), new_sequences=[sequence])
+    assert upload.notes == ["start", "start", "join", "encode", "encode", "wait", "any_rank"]
+    upload.notes.clear()
+    step(runner, Chunk(0, 9, 1, (), samples=True))
+    assert upload.notes == [], "steps without pixels wait for none"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, torch.AcceleratorError])
+def test_the_device_has_read_the_pixels_when_they_cannot_be_encoded(model, pools, error):
+    def refuse(frames):
+        raise error("no")
+
+    runner = runner_on(model, pools)
+    upload = runner._media._upload = NotingUpload()
+    model.features = refuse
+    sequence = new(0, range(6), media=(picture(10, 1),))
+    with contextlib.suppress(torch.AcceleratorError):
+        step(runner, Chunk(0, 0, 6, (2, 3), samples=True), new_sequences=[sequence])
+    assert upload.notes == ["start", "join", "wait"]
 
 
 def test_steps_may_be_launched_ahead_and_waited_for_later(runner, model):
