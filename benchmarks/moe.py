@@ -1,7 +1,7 @@
 """Times router and experts on one GPU: `python -m benchmarks.moe [--shards 1,8] [--dtypes bf16,mxfp8] [--tokens 1,...]`.
 
-Geometry: hidden width 6,144, 128 experts of width 3,072 (TP1) or 384 (TP8), top-4, uniformly random routing, random weights, no
-shared expert. Calls run in CUDA graphs over rotating routings; the touched weights are far larger than the cache. Rows:
+Geometry: hidden width 6,144, 128 experts of width 3,072 (TP1) or 384 (TP8), top-4, uniformly random routing that touches the mean number of experts, random
+weights, no shared expert. Calls run in CUDA graphs over rotating routings; the touched weights are far larger than the cache. Rows:
 `moe_router`; `moe_sort` (sorting and gathering), `moe_up`, `moe_down`, `moe_combine` and their total `moe`; `moe_products` is
 the sum of up and down, which is what the public kernel's figure holds. Without sorting (few tokens) `moe` is these two alone.
 """
@@ -65,10 +65,19 @@ def random_weight(is_mxfp8: bool, *shape: int) -> Weight:
     return Mxfp8Weight(values.view(torch.float8_e4m3fn), scales)
 
 
+def random_choices(num_tokens: int, num_experts: int, topk: int) -> Tensor:
+    """Uniformly random choices [T, k] int32, of those that touch as many experts as such choices do on average."""
+    mean = num_experts * (1 - (1 - topk / num_experts) ** num_tokens)
+    while True:
+        expert_ids = torch.rand((num_tokens, num_experts)).topk(topk).indices.int()
+        if abs(expert_ids.unique().numel() - mean) <= 0.5:
+            return expert_ids
+
+
 def random_batch(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Activations, and uniformly random choices with weights."""
+    """Activations, random choices and their weights."""
     x = torch.randn((num_tokens, HIDDEN), device="cuda").bfloat16()
-    expert_ids = torch.rand((num_tokens, NUM_EXPERTS), device="cuda").topk(TOPK).indices.int()
+    expert_ids = random_choices(num_tokens, NUM_EXPERTS, TOPK).cuda()
     return x, expert_ids, torch.rand((num_tokens, TOPK), device="cuda")
 
 
