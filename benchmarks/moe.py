@@ -1,7 +1,8 @@
 """Times router and experts on one GPU: `python -m benchmarks.moe [--shards 1,8] [--dtypes bf16,mxfp8] [--tokens 1,...]`.
 
-Geometry: hidden width 6,144, 128 experts of width 3,072 (TP1) or 384 (TP8), top-4, uniformly random routing that touches the mean number of experts, random
-weights, no shared expert. Calls run in CUDA graphs over rotating routings; the touched weights are far larger than the cache. Rows:
+Geometry: hidden width 6,144, 128 experts of width 3,072 (TP1) or 384 (TP8), top-4, uniformly random routing that touches the mean
+number of experts, random weights, no shared expert. Calls run in CUDA graphs over rotating routings; the touched weights are far
+larger than the cache. Rows:
 `moe_router`; `moe_sort` (sorting and gathering), `moe_up`, `moe_down`, `moe_combine` and their total `moe`; `moe_products` is
 the sum of up and down, which is what the public kernel's figure holds. Without sorting (few tokens) `moe` is these two alone.
 """
