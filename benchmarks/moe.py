@@ -1,7 +1,8 @@
 """Times router and experts on one GPU: `python -m benchmarks.moe [--shards 1,8] [--dtypes bf16,mxfp8] [--tokens 1,...]`.
 
-Geometry: hidden width 6,144, 128 experts of width 3,072 (TP1) or 384 (TP8), top-4, uniformly random routing that touches the mean
-number of experts, random weights, no shared expert. Calls run in CUDA graphs over rotating routings; the touched weights are far
+Geometry: hidden width 6,144, 128 experts of width 3,072 (TP1) or 384 (TP8), top-4, random weights. Routing is uniformly random,
+touches the mean number of experts and has no shared expert; in the cases "skewed" every token chooses one more expert, and the
+popularities of the others spread as `SKEW` says. Calls run in CUDA graphs over rotating routings; the touched weights are far
 larger than the cache. Rows:
 `moe_router`; `moe_sort` (sorting and gathering), `moe_up`, `moe_down`, `moe_combine` and their total `moe`; `moe_products` is
 the sum of up and down, which is what the public kernel's figure holds. Without sorting (few tokens) `moe` is these two alone.
@@ -29,6 +30,9 @@ from server.kernels.mxfp8 import Mxfp8Weight
 
 HIDDEN, WIDTH, NUM_EXPERTS, TOPK = 6144, 3072, 128, 4
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
+SKEWED_TOKENS = (2048, 8192)
+SKEW = 0.65
+"""Standard deviation of the logarithm of an expert's popularity: 64 tokens then touch 99 of 128, as on the slices of `step`."""
 ACTIVATION, SCALING = Activation(1.702, 1.0, 7.0), 2.0
 _GRAPH_BYTES, _MAX_SETS, _REPLAYS = 2 << 30, 16, 10
 
@@ -41,6 +45,13 @@ class Case:
     w13: Weight
     w2: Weight
     batches: list[tuple[Tensor, Tensor, Tensor]]  # x [T, H], expert ids [T, k], weights [T, k]
+    has_shared: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Pairs of token and expert."""
+        ids = self.batches[0][1]
+        return ids.numel() + self.has_shared * ids.shape[0]
 
     @property
     def is_mxfp8(self) -> bool:
@@ -49,8 +60,8 @@ class Case:
 
     def limit_us(self, halves: int) -> float:
         """Limit of a product with `halves` times the expert's width: touched weights and rows once, or the arithmetic."""
-        width, rows = halves * self.w2.shape[2], self.batches[0][1].numel()
-        touched = sum(int((torch.bincount(ids.flatten()) > 0).sum()) for _, ids, _ in self.batches) / len(self.batches)
+        width, rows = halves * self.w2.shape[2], self.num_rows
+        touched = sum(torch.unique(ids).numel() for _, ids, _ in self.batches) / len(self.batches) + self.has_shared
         bytes_of_weight = 1 + 1 / 32 if self.is_mxfp8 else 2.0
         num_bytes = touched * width * HIDDEN * bytes_of_weight + 2 * rows * (HIDDEN + self.w2.shape[2])
         return limit_us(num_bytes, 2 * rows * width * HIDDEN)
@@ -71,14 +82,20 @@ def random_choices(num_tokens: int, num_experts: int, topk: int) -> Tensor:
     mean = num_experts * (1 - (1 - topk / num_experts) ** num_tokens)
     while True:
         expert_ids = torch.rand((num_tokens, num_experts)).topk(topk).indices.int()
-        if abs(expert_ids.unique().numel() - mean) <= 0.5:
+        if abs(torch.unique(expert_ids).numel() - mean) <= 0.5:
             return expert_ids
 
 
-def random_batch(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def skewed_choices(num_tokens: int, num_experts: int, topk: int) -> Tensor:
+    """Choices [T, k] int32 without replacement among experts of log-normal popularity."""
+    noise = -torch.empty((num_tokens, num_experts)).exponential_().log()
+    return (SKEW * torch.randn(num_experts) + noise).topk(topk).indices.int()
+
+
+def random_batch(num_tokens: int, choices: Callable[[int, int, int], Tensor] = random_choices) -> tuple[Tensor, Tensor, Tensor]:
     """Activations, random choices and their weights."""
     x = torch.randn((num_tokens, HIDDEN), device="cuda").bfloat16()
-    expert_ids = random_choices(num_tokens, NUM_EXPERTS, TOPK).cuda()
+    expert_ids = choices(num_tokens, NUM_EXPERTS, TOPK).cuda()
     return x, expert_ids, torch.rand((num_tokens, TOPK), device="cuda")
 
 
@@ -89,14 +106,14 @@ def _time(calls: Sequence[Callable[[], object]]) -> Timing:
 def _whole(case: Case, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     x, ids, weights = batch
     a = ACTIVATION
-    return moe(x, case.w13, case.w2, ids, weights, a.alpha, a.beta, a.limit, SCALING)
+    return moe(x, case.w13, case.w2, ids, weights, a.alpha, a.beta, a.limit, SCALING, case.has_shared)
 
 
-def _sort(batch: tuple[Tensor, Tensor, Tensor], is_mxfp8: bool) -> tuple[ExpertPlan, Tensor]:
+def _sort(case: Case, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[ExpertPlan, Tensor]:
     x, ids, weights = batch
-    first = hopper_configs(ids.numel() / NUM_EXPERTS, is_mxfp8)[0]
-    plan = plan_experts(ids, weights, SCALING, NUM_EXPERTS, False, first.step_rows, first.sizes[-1])
-    return plan, gather_rows(x, plan, TOPK, permute=is_mxfp8)
+    first = hopper_configs(ids.numel() / NUM_EXPERTS, case.is_mxfp8)[0]
+    plan = plan_experts(ids, weights, SCALING, NUM_EXPERTS, case.has_shared, first.step_rows, first.sizes[-1])
+    return plan, gather_rows(x, plan, TOPK, permute=case.is_mxfp8)
 
 
 def case_rows(case: Case) -> Iterator[Row]:
@@ -109,17 +126,17 @@ def case_rows(case: Case) -> Iterator[Row]:
     for batch in case.batches:
         x, ids, weights = batch
         if few:
-            first_few = partial(few_gate_up, x, case.w13, ids, weights, ACTIVATION, SCALING, False, few[0])
+            first_few = partial(few_gate_up, x, case.w13, ids, weights, ACTIVATION, SCALING, case.has_shared, few[0])
             ups.append(first_few)
             downs.append(partial(few_down, first_few(), case.w2, few[1]))
         else:
             configs = hopper_configs(ids.numel() / NUM_EXPERTS, case.is_mxfp8)
-            plan, rows = _sort(batch, case.is_mxfp8)
+            plan, rows = _sort(case, batch)
             first = partial(grouped_hopper, rows, case.w13, plan, ACTIVATION, configs[0])
             second = partial(grouped_hopper, first(), case.w2, plan, None, configs[1])
             ups.append(first)
             downs.append(second)
-            combines.append(partial(combine_rows, second(), plan, TOPK, False))
+            combines.append(partial(combine_rows, second(), plan, TOPK, case.has_shared))
     up_time, down_time = _time(ups), _time(downs)
     yield make_row("moe_up", case.name, up_time, limits[0])
     yield make_row("moe_down", case.name, down_time, limits[1])
@@ -127,9 +144,8 @@ def case_rows(case: Case) -> Iterator[Row]:
     yield make_row("moe_products", case.name, both, sum(limits), ("moe_up", "moe_down"))
     includes, limit = ["moe_up", "moe_down"], sum(limits)
     if not few:
-        num_rows, num_tokens = case.batches[0][1].numel(), case.batches[0][0].shape[0]
-        moved = limit_us(2 * HIDDEN * (num_rows + num_tokens), 0)
-        yield make_row("moe_sort", case.name, _time([partial(_sort, b, case.is_mxfp8) for b in case.batches]), moved)
+        moved = limit_us(2 * HIDDEN * (case.num_rows + case.batches[0][0].shape[0]), 0)
+        yield make_row("moe_sort", case.name, _time([partial(_sort, case, b) for b in case.batches]), moved)
         yield make_row("moe_combine", case.name, _time(combines), moved)
         includes += ["moe_sort", "moe_combine"]
         limit += 2 * moved
@@ -157,14 +173,18 @@ def rows_of(shards: Sequence[int], dtypes: Sequence[str], tokens: Sequence[int])
     yield from router_rows(tokens)
     for shard, dtype in itertools.product(shards, dtypes):
         is_mxfp8, width = dtype == "mxfp8", WIDTH // shard
-        w13 = random_weight(is_mxfp8, NUM_EXPERTS, 2 * width, HIDDEN)
-        w2 = random_weight(is_mxfp8, NUM_EXPERTS, HIDDEN, width)
+        w13 = random_weight(is_mxfp8, NUM_EXPERTS + 1, 2 * width, HIDDEN)
+        w2 = random_weight(is_mxfp8, NUM_EXPERTS + 1, HIDDEN, width)
+        name = f"TP{shard} {dtype}"
         for num_tokens in tokens:
             touched = min(NUM_EXPERTS, num_tokens * TOPK) * 3 * width * HIDDEN * 2
             sets = max(1, min(_MAX_SETS, _GRAPH_BYTES // touched))
-            case = Case(f"TP{shard} {dtype} T{num_tokens}", w13, w2, [random_batch(num_tokens) for _ in range(sets)])
-            yield from case_rows(case)
-        del w13, w2, case
+            batches = [random_batch(num_tokens) for _ in range(sets)]
+            yield from case_rows(Case(f"{name} T{num_tokens}", w13[:NUM_EXPERTS], w2[:NUM_EXPERTS], batches))
+            if num_tokens in SKEWED_TOKENS:
+                batches = [random_batch(num_tokens, skewed_choices) for _ in range(sets)]
+                yield from case_rows(Case(f"{name} skewed T{num_tokens}", w13, w2, batches, has_shared=True))
+        del w13, w2
         torch.cuda.empty_cache()
 
 
