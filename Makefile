@@ -7,7 +7,7 @@ DEPLOY_TOOLS ?= $(HOME)/.cache/m3-deploy-tools
 # Tests with real processes and clocks may be disturbed by a busy machine: what fails runs up to twice more, and the summary says so.
 MORE_TRIES := --reruns 2
 
-.PHONY: serve check test test-gpu test-deploy format clean
+.PHONY: serve check test test-gpu test-gpu-shared test-gpu-alone test-deploy format clean
 
 serve: $(STAMP)
 	$(BIN)/m3-server serve --model server/model/tiny
@@ -22,12 +22,17 @@ test: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile -m "not gpu and not deploy and not e2e" $(PYTEST_ARGS)
 	$(BIN)/pytest -m "e2e and not deploy" $(MORE_TRIES) $(PYTEST_ARGS)
 
-# What needs a Hopper GPU, in the environment as it is. The engine's tests come last and alone: they measure the device's memory.
+# What needs a Hopper GPU, in the environment as it is. The engine's tests come last and alone, as they measure a GPU's memory; where
+# there are several GPUs, the workers leave them the first, and `make -j2 test-gpu` runs both parts at once.
 PYTEST ?= $(BIN)/pytest
-GPU_WORKERS ?= 4
-test-gpu:
-	$(PYTEST) -n $(GPU_WORKERS) --dist loadfile -m gpu tests/kernels tests/model $(PYTEST_ARGS)
-	$(PYTEST) -m gpu tests/engine $(PYTEST_ARGS)
+GPU_WORKERS ?= 12
+test-gpu: test-gpu-shared test-gpu-alone
+
+test-gpu-shared:
+	$(PYTEST) -v -n $(GPU_WORKERS) --dist worksteal -m gpu tests/kernels tests/model $(PYTEST_ARGS)
+
+test-gpu-alone:
+	$(PYTEST) -v -m gpu tests/engine $(PYTEST_ARGS)
 
 # The chart, the image, the alerts: with real Helm, Prometheus, nginx and podman. Needs root on Debian.
 test-deploy: $(STAMP)

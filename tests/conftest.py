@@ -1,13 +1,35 @@
 """What all tests share: one torch thread each, as parallel processes share the cores, and `gpu` tests only on a GPU."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+
+def choose_gpu() -> None:
+    """Leave a worker of xdist one GPU; where there are several, not the first, which is for tests without workers.
+
+    They are counted without CUDA, which reads the variable when it is first asked.
+    """
+    worker, named = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",") if named else [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    if worker and len(gpus) > 1:
+        shared = gpus[1:]
+        os.environ["CUDA_VISIBLE_DEVICES"] = shared[int(worker.removeprefix("gw")) % len(shared)]
+
+
+choose_gpu()
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, so before any import of ours
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, leave out files without such tests: every worker would import all of them."""
+    if config.option.markexpr == "gpu" and collection_path.suffix == ".py" and "mark.gpu" not in collection_path.read_text():
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,22 +1,25 @@
-import os
+"""Fixtures of the model's tests. Those on a GPU do without `tests.oracle`, as importing transformers takes long."""
 
 import pytest
 import torch
 
 import server.kernels.msa_attention
 from server.kernels.attention_batch import AttentionBatch
-from tests.oracle import SEED, Oracle, tiny_config
 
 
 @pytest.fixture(scope="session")
 def real_blocks(tmp_path_factory):
     """Blocks of 128 tokens, 16 of them attended: the released geometry."""
+    from tests.oracle import SEED, Oracle, tiny_config
+
     return Oracle.create(tiny_config(), tmp_path_factory.mktemp("real_blocks"), seed=SEED)
 
 
 @pytest.fixture(scope="session")
 def small_blocks(tmp_path_factory):
     """Blocks of 16 tokens, 4 of them attended."""
+    from tests.oracle import SEED, Oracle, tiny_config
+
     config = tiny_config(block_size=16, topk_blocks=4)
     return Oracle.create(config, tmp_path_factory.mktemp("small_blocks"), seed=SEED)
 
@@ -52,12 +55,3 @@ def selections(monkeypatch):
 
     monkeypatch.setattr(server.kernels.msa_attention, "msa_select_torch", recording)
     return log
-
-
-@pytest.fixture
-def all_cores():
-    """For references that compute on the CPU beside a GPU."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    yield
-    torch.set_num_threads(num_threads)

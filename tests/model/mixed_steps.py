@@ -23,9 +23,11 @@ from server.messages import SamplingParams, Submit
 from server.model.config import M3Config, cache_spec
 from server.model.decode_graphs import CudaRecorder
 from server.model.m3 import M3Model
+from server.model.progress import NoProgress
 from tests.engine.serving import Server
 from tests.model.quantised import quantise_checkpoint, write_checkpoint
 from tests.paged import paged_case
+from tests.twins import only_twins
 from training.make_tiny import TINY_DIR
 from training.tiny_weights import make_weights
 
@@ -34,19 +36,6 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "mxfp8": torch.bfloa
 NUM_PAGES, MAX_NUM_SEQS = 160, 17  # enough for all requests, so that no loop plans other steps than the others
 LENGTHS = (2600, 2049, 2300, 1, 17, 130, 700, 128, 3, 255, 900, 64, 1300, 5, 40, 385)
 SMALL_LENGTHS = (2100, 2049, 1, 17, 130, 300)
-
-
-class Silent:
-    """Follows a load without a word."""
-
-    def start(self, total_bytes: int) -> None:
-        pass
-
-    def advance(self, num_bytes: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 def make_checkpoints(folder: Path) -> dict[str, Path]:
@@ -67,7 +56,7 @@ def make_checkpoints(folder: Path) -> dict[str, Path]:
 
 def load(folder: Path, device: str, dtype: torch.dtype) -> M3Model:
     """The model of a checkpoint."""
-    return M3Model.load(folder, M3Config.from_file(folder), torch.device(device), dtype, progress=Silent())
+    return M3Model.load(folder, M3Config.from_file(folder), torch.device(device), dtype, progress=NoProgress())
 
 
 def make_requests(lengths: Sequence[int] = LENGTHS) -> list[Submit]:
@@ -134,12 +123,13 @@ def serve(model: M3Model, requests: Sequence[Submit], loop: str) -> Served:
 
 @torch.inference_mode()
 def reference_logits(model: M3Model, request: Submit, output: Sequence[int]) -> Tensor:
-    """The logits [n, vocab] after the prompt and each of the output's tokens but the last, computed at once."""
-    token_ids = torch.tensor([*request.prompt_token_ids, *output[:-1]])
+    """The twins' logits [n, vocab] after the prompt and each of the output's tokens but the last, computed at once."""
+    token_ids = torch.tensor([*request.prompt_token_ids, *output[:-1]], device=model.device)
     spec = cache_spec(model.config, model.dtype)
-    case = paged_case([len(token_ids)], [len(token_ids)], spec.page_size)
-    hidden = model.forward(token_ids, case.batch, CachePools(spec, case.num_pages, model.device))
-    return model.logits(hidden[len(request.prompt_token_ids) - 1 :])
+    case = paged_case([len(token_ids)], [len(token_ids)], spec.page_size, device=str(model.device))
+    with only_twins():
+        hidden = model.forward(token_ids, case.batch, CachePools(spec, case.num_pages, model.device))
+    return model.logits(hidden[len(request.prompt_token_ids) - 1 :]).cpu()
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ from server.model.quantization import Quantization, projection
 from server.model.shard import Shard
 from server.model.weights import parameters
 from tests.model.quantised import quantise_checkpoint
-from tests.oracle import PagedRunner, SilentProgress, save_checkpoint, tiny_config
+from tests.oracle import SilentProgress, save_checkpoint, tiny_config
+from tests.paged_runner import PagedRunner
 
 CPU = torch.device("cpu")
 QUERY = "language_model.model.layers.1.self_attn.q_proj.weight"
