@@ -31,39 +31,25 @@ from server.messages import (
 )
 from server.settings import load_settings
 from server.transport import make_address
+from tests.engine.real_engine import TIMEOUT_S, collect, drive, tokens_of
 from tests.engine.serving import Pixels, Server
 from tests.engine.test_determinism import REQUESTS, picture, request, with_picture
 
 pytestmark = pytest.mark.e2e
-TIMEOUT_S = 60
 
 
 def settings_for(checkpoint, **values):
     return load_settings({"model": checkpoint, "device": "cpu", "max_num_batched_tokens": 64, **values}, environ={})
 
 
-def with_engine(scenario, checkpoint, slab_name=None, **settings):
-    """Run `scenario(client)` against a ready engine; close it whatever happens."""
+def with_engine(scenario, checkpoint, **settings):
+    """Run `scenario(client)` against a ready engine."""
 
-    async def bounded():
-        async with asyncio.timeout(TIMEOUT_S):
-            client = EngineClient(settings_for(checkpoint, **settings), slab_name)
-            await client.start()
-            try:
-                await client.wait_ready()
-                await scenario(client)
-            finally:
-                await client.close()
+    async def when_ready(client):
+        await client.wait_ready()
+        await scenario(client)
 
-    asyncio.run(bounded())
-
-
-async def collect(stream):
-    return [event async for event in stream]
-
-
-def tokens_of(events):
-    return [i for event in events if isinstance(event, Tokens) for i in event.token_ids]
+    drive(when_ready, settings_for(checkpoint, **settings))
 
 
 @pytest.mark.parametrize("overlap_steps", [False, True])

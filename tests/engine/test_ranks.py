@@ -5,11 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from server.api.engine_client import EngineClient
+from server.api.engine_client import ENGINE_COMMAND
 from server.engine_launch import EngineLaunch
 from server.errors import EngineUnavailableError
 from server.media.slab import MediaSlab
@@ -17,35 +16,17 @@ from server.messages import Failed, FailureKind, Finished, FinishReason, MediaIt
 from server.rank_team import WORKER_COMMAND
 from server.transport import make_address
 from tests.e2e.server_process import is_running
+from tests.engine.real_engine import TIMEOUT_S, collect, drive, tokens_of, workers_of
 from tests.engine.serving import Pixels, Server
 from tests.engine.test_determinism import PAGE, REQUESTS, picture, prompt_of, request, with_picture
-from tests.engine.test_engine_process import TIMEOUT_S, collect, settings_for, tokens_of
+from tests.engine.test_engine_process import settings_for
 
 pytestmark = pytest.mark.e2e
 
 
-def with_engine(scenario, checkpoint, slab=None, command=None, **settings):
-    """Run `scenario(client)` against an engine of two ranks that starts; close it whatever happens."""
-
-    async def bounded():
-        options = {} if command is None else {"command": command}
-        chosen = settings_for(checkpoint, **{"tensor_parallel_size": 2, **settings})
-        client = EngineClient(chosen, slab and slab.name, **options)
-        async with asyncio.timeout(TIMEOUT_S):
-            await client.start()
-            try:
-                await scenario(client)
-            finally:
-                await client.close()
-
-    asyncio.run(bounded())
-
-
-def workers_of(client):
-    """Process ids of the other ranks."""
-    children = [path.read_text().split() for path in Path(f"/proc/{client.pid}/task").glob("*/children")]
-    pids = [int(pid) for found in children for pid in found]
-    return [pid for pid in pids if b"server.rank_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+def with_engine(scenario, checkpoint, slab=None, command=ENGINE_COMMAND, **settings):
+    """Run `scenario(client)` against an engine of two ranks that starts."""
+    drive(scenario, settings_for(checkpoint, **{"tensor_parallel_size": 2, **settings}), slab, command=command)
 
 
 async def gone(pid):

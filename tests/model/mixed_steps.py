@@ -11,7 +11,7 @@ import json
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,6 +81,14 @@ class Served:
     tokens: dict[str, list[int]]
     gaps: dict[str, list[float]]
     steps: Counter[str] = field(default_factory=Counter)
+
+    def gaps_at_partings(self, others: Mapping[str, Sequence[int]]) -> list[float]:
+        """Of every request whose tokens part from these, the gap where they do; their number must be the same."""
+        partings = []
+        for name, tokens in self.tokens.items():
+            gaps = [gap for ours, theirs, gap in zip(tokens, others[name], self.gaps[name], strict=True) if ours != theirs]
+            partings += gaps[:1]
+        return partings
 
     @property
     def digest(self) -> str:

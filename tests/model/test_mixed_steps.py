@@ -42,14 +42,8 @@ def test_there_are_steps_of_all_kinds(served):
 
 @pytest.mark.parametrize("loop", LOOPS[1:])
 def test_every_loop_gives_the_plain_loops_tokens(served, dtype, loop):
-    plain, other = served["plain"], served[loop]
-    partings = []
-    for name, tokens in plain.tokens.items():
-        assert len(other.tokens[name]) == len(tokens)
-        for position, (ours, theirs) in enumerate(zip(tokens, other.tokens[name], strict=True)):
-            if ours != theirs:
-                partings.append(plain.gaps[name][position])
-                break
+    plain = served["plain"]
+    partings = plain.gaps_at_partings(served[loop].tokens)
     print(
         f"{dtype} {loop}: {len(partings)} of {len(plain.tokens)} sequences part, at gaps up to {max(partings, default=0):.3f}"
     )
