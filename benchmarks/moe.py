@@ -1,9 +1,8 @@
 """Times router and experts on one GPU: `python -m benchmarks.moe [--shards 1,8] [--dtypes bf16,mxfp8] [--tokens 1,...]`.
 
-Geometry: hidden width 6,144, 128 experts of width 3,072 (TP1) or 384 (TP8), top-4, random weights. Routing is uniformly random,
-touches the mean number of experts and has no shared expert; in the cases "skewed" every token chooses one more expert, and the
-popularities of the others spread as `SKEW` says. Calls run in CUDA graphs over rotating routings; the touched weights are far
-larger than the cache. Rows:
+Geometry: hidden width 6,144, 128 experts of width 3,072 (TP1) or 384 (TP8), top-4, random weights, no shared expert; uniformly
+random routings that touch the mean number of experts. Calls run in CUDA graphs over rotating routings; the touched weights are
+far larger than the cache. Rows:
 `moe_router`; `moe_sort` (sorting and gathering), `moe_up`, `moe_down`, `moe_combine` and their total `moe`; `moe_products` is
 the sum of up and down, which is what the public kernel's figure holds. Without sorting (few tokens) `moe` is these two alone.
 """
