@@ -7,6 +7,7 @@ between the nearest.
 import asyncio
 import os
 import signal
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -42,7 +43,7 @@ class Case:
             "enable_cuda_graphs": self.graphs,
             "overlap_steps": self.graphs,
             "max_model_len": 8192,
-            "max_num_seqs": 17,
+            "max_num_seqs": 8,
             "max_num_batched_tokens": 300,
             "cache_bytes": 1 << 28,
         }
@@ -80,6 +81,7 @@ async def kill(client, victim, capfd):
     assert isinstance(end, Failed)
     assert end.kind in (FailureKind.ENGINE_DEAD, FailureKind.INTERNAL)
     log = capfd.readouterr().err
+    sys.stderr.write(log)  # for the report, should something fail
     if victim == "rank 0":
         assert " in follow\n" in log, "the other rank says where it was"
     else:

@@ -65,8 +65,10 @@ def test_a_launch_does_not_wait_for_the_device():
         sampler.admit(NewSequence(3, "next", [1, 2, 3], 3, PARAMS[3], ()))
         return [*alone, together]
 
-    for sample in launch_all():  # loads the kernels
-        sample.wait()
+    for cycles in (0, 1 << 29):  # loads the kernels; pins as much of the host's memory as a busy device leaves unreturned
+        torch.cuda._sleep(cycles)
+        for sample in launch_all():
+            sample.wait()
     torch.cuda._sleep(2_000_000_000)  # about a second
     torch.cuda.set_sync_debug_mode("error")
     try:
