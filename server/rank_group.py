@@ -4,6 +4,7 @@ Two groups: Gloo for plans and agreements, and one for the device's tensors, NCC
 interface, and the ranks find each other through a file. A rank that waits for a plan waits for as long as it takes, asleep.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from server.model.shard import ProcessGroup, Shard
+from server.model.symmetric_sum import SymmetricSum, can_map_each_other
+
+logger = logging.getLogger(__name__)
 
 FRAME_BYTES: Final = 16 << 10  # a step of 64 decodes takes a quarter of it
 _LENGTH_BYTES: Final = 8
@@ -49,9 +53,23 @@ class RankGroup:
         self._hosts = dist.group.WORLD
         self._devices = dist.new_group(backend="nccl") if device.type == "cuda" else self._hosts
         assert self._devices is not None
-        self.collective = ProcessGroup(self._devices)
+        self.collective = ProcessGroup(self._devices, self._small_sum(device))
         self._bytes = bytearray(FRAME_BYTES)
         self._frame = torch.frombuffer(self._bytes, dtype=torch.uint8)  # the same memory
+
+    def _small_sum(self, device: torch.device) -> SymmetricSum | None:
+        """The sum of small tensors in memory that all ranks have mapped, where all of them can have it."""
+        world = self.shard.world
+        cannot = device.type != "cuda" or not can_map_each_other(world)
+        if any(self.any_rank([cannot])):
+            return None
+        assert self._devices is not None
+        small_sum = None
+        try:
+            small_sum = SymmetricSum(self._devices, device)
+        except RuntimeError as error:
+            logger.warning("sums of few tokens go through NCCL, too: %s", error)
+        return None if any(self.any_rank([small_sum is None])) else small_sum
 
     def share(self, token_ids: Tensor) -> None:
         """Give every rank the values of rank 0, in place and in the order of the stream."""

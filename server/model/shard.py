@@ -10,6 +10,8 @@ from typing import Protocol
 import torch.distributed
 from torch import Tensor
 
+from server.model.symmetric_sum import SymmetricSum
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -70,13 +72,16 @@ class Alone:
 
 
 class ProcessGroup:
-    """Joins over a torch.distributed group: NCCL on GPUs, Gloo on CPU."""
+    """Joins over a torch.distributed group: NCCL on GPUs, Gloo on CPU; small sums by `small_sum` if there is one."""
 
-    def __init__(self, group: "torch.distributed.ProcessGroup") -> None:
+    def __init__(self, group: "torch.distributed.ProcessGroup", small_sum: SymmetricSum | None = None) -> None:
         self._group = group
+        self._small_sum = small_sum
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the group, in place."""
+        """The sum over the group; in place unless it is a small one."""
+        if self._small_sum is not None and self._small_sum.takes(x):
+            return self._small_sum(x)
         torch.distributed.all_reduce(x, group=self._group)
         return x
 
