@@ -1,7 +1,7 @@
 """The sum over ranks of one step's activations: `python -m benchmarks.all_reduce` on a machine with two or more GPUs.
 
-Times what the server does, NCCL, and PyTorch's symmetric-memory kernels on [T, 6144] bf16 that lie where these want them, in CUDA
-graphs, without NVLink multicast, and writes `results/all-reduce-<ranks>x-<device>.json`.
+Times what the server does, NCCL, and PyTorch's symmetric-memory kernels on [T, 6144] bf16 that lie where these want them, in
+CUDA graphs, without NVLink multicast, and writes `results/all-reduce-<ranks>x-<device>.json`.
 """
 
 import argparse
