@@ -1,7 +1,7 @@
 """What a GPU keeps up: `python -m benchmarks.sustained`. Limits of other benchmarks assume the rate of a short burst.
 
-Times runs of bf16 products [8192, 8192] of normal and of zero numbers, back to back, with the lowest clock of the multiprocessors
-and the highest power that the driver reported meanwhile (its figure for power lags behind), and writes
+Times runs of bf16 products [8192, 8192] of normal and of zero numbers, back to back, with the lowest clock of the
+multiprocessors and the highest power that the driver reported meanwhile (its figure for power lags behind), and writes
 `results/sustained-<device>.json`. Needs `nvidia-ml-py`.
 """
 
