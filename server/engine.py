@@ -19,15 +19,14 @@ import msgspec
 
 from server.engine_grammars import GrammarQueue
 from server.engine_launch import EngineLaunch
+from server.engine_pixels import open_pixels
 from server.engine_setup import EngineParts, StartError, build, choose_device, require_cut
 from server.engine_steps import MAX_FAILED_STEPS, Runner, StepPipeline
 from server.heartbeat import STACKS_SIGNAL, Heartbeat
 from server.load_progress import LoadProgress
-from server.media.slab import SlabReader
-from server.messages import Abort, Failed, FailureKind, RequestEvent, Shutdown, SlabRef, Started, StartFailed, Submit
+from server.messages import Abort, Failed, FailureKind, RequestEvent, Shutdown, Started, StartFailed, Submit
 from server.model.feature_cache import FeatureCache
 from server.model.grammar import GrammarCompiler
-from server.model.media_features import MediaFeaturesError, PixelReader, Pixels
 from server.model.shard import Shard
 from server.rank_team import RankTeam
 from server.scheduler.scheduler import Scheduler
@@ -154,24 +153,14 @@ class Engine:
             self._channel.send([stats])
 
 
-def open_pixels(slab_name: str | None) -> PixelReader:
-    """The reader of the media slab; without a slab, one that fails each request with media."""
-    if slab_name is not None:
-        return SlabReader(slab_name).read
-
-    def refuse(ref: SlabRef) -> Pixels:
-        raise MediaFeaturesError(f"there is no media slab to read {ref.num_bytes} bytes from")
-
-    return refuse
-
-
 def start(launch: EngineLaunch, channel: EngineChannel, heartbeat: Heartbeat, team: RankTeam) -> EngineParts | None:
     """Build the engine with all its ranks and tell the front that it is ready, or why it is not (None)."""
     settings = launch.settings
     try:
         require_cut(settings)
-        ranks = team.start(choose_device(settings.device, Shard(0, settings.tensor_parallel_size)))
-        parts = build(settings, open_pixels(launch.slab_name), LoadProgress(heartbeat), ranks=ranks)
+        device = choose_device(settings.device, Shard(0, settings.tensor_parallel_size))
+        ranks = team.start(device)
+        parts = build(settings, open_pixels(launch.slab_name, device), LoadProgress(heartbeat), ranks=ranks)
     except StartError as error:
         logger.error("the engine cannot start: %s", error)
         channel.send([StartFailed(str(error))])

@@ -15,7 +15,7 @@ import torch
 
 from server.media.slab import SlabReader
 from server.messages import SlabRef
-from server.model.media_features import Pixels
+from server.model.media_features import MediaFeaturesError, PixelReader, Pixels
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,17 @@ def whole_pages(memory: Pixels) -> tuple[int, int]:
     start, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
     first, past = start // mmap.PAGESIZE, -(-end // mmap.PAGESIZE)
     return first * mmap.PAGESIZE, (past - first) * mmap.PAGESIZE
+
+
+def open_pixels(slab_name: str | None, device: torch.device) -> PixelReader:
+    """The reader of the media slab for a model on `device`; without a slab, one that fails each request with media."""
+    if slab_name is not None:
+        return SlabPixels(slab_name, CudaHostMemory(device) if device.type == "cuda" else None).read
+
+    def refuse(ref: SlabRef) -> Pixels:
+        raise MediaFeaturesError(f"there is no media slab to read {ref.num_bytes} bytes from")
+
+    return refuse
 
 
 def _runtime() -> Any:

@@ -13,8 +13,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from server.engine import open_pixels
 from server.engine_launch import EngineLaunch
+from server.engine_pixels import open_pixels
 from server.engine_setup import StartError, build, choose_device
 from server.heartbeat import STACKS_SIGNAL
 from server.model.progress import NoProgress
@@ -31,8 +31,9 @@ _PR_SET_PDEATHSIG = 1
 def run(launch: EngineLaunch, rank: int) -> None:
     """Start, and follow rank 0 to the end."""
     shard = Shard(rank, launch.settings.tensor_parallel_size)
-    group = RankGroup(shard, choose_device(launch.settings.device, shard), store_of(launch))
-    parts = build(launch.settings, open_pixels(launch.slab_name), NoProgress(), ranks=group)
+    device = choose_device(launch.settings.device, shard)
+    group = RankGroup(shard, device, store_of(launch))
+    parts = build(launch.settings, open_pixels(launch.slab_name, device), NoProgress(), ranks=group)
     follow(parts.runner, group)
 
 

@@ -3,10 +3,13 @@ import mmap
 
 import numpy as np
 import pytest
+import torch
 
-from server.engine_pixels import SlabPixels, whole_pages
+from server.engine_pixels import SlabPixels, open_pixels, whole_pages
 from server.media.slab import MediaSlab, SlabError, StaleSlabError
 from server.media.slab_file import GRANULE_BYTES
+from server.messages import SlabRef
+from server.model.media_features import MediaFeaturesError
 from tests.media.media_cards import run
 
 
@@ -119,3 +122,20 @@ def test_pages_that_are_touched_in_part_count_whole(skipped):
         assert whole_pages(bytes_[skipped : mmap.PAGESIZE + 1]) == (start, 2 * mmap.PAGESIZE)
         assert whole_pages(bytes_[mmap.PAGESIZE + skipped :]) == (start + mmap.PAGESIZE, 2 * mmap.PAGESIZE)
         del bytes_
+
+
+def test_a_model_on_the_cpu_reads_the_slab_as_it_is(slab, caplog):
+    read = open_pixels(slab.name, torch.device("cpu"))
+
+    async def main():
+        (ref,) = await slab.allocate([5])
+        assert read(ref).shape == (5,)
+
+    run(main())
+    assert not caplog.records
+
+
+def test_an_engine_without_a_slab_refuses_media():
+    read = open_pixels(None, torch.device("cpu"))
+    with pytest.raises(MediaFeaturesError, match="no media slab"):
+        read(SlabRef(0, 5, 1))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine_pixels import CudaHostMemory, SlabPixels, whole_pages
+from server.engine_pixels import CudaHostMemory, SlabPixels, open_pixels, whole_pages
 from server.media.slab import MediaSlab
 from server.messages import MediaItem, MediaKind, TokenRange
 from server.model.media_features import MediaFeatures
@@ -92,6 +92,12 @@ def test_the_slab_may_be_reused_as_soon_as_a_launch_returns(device, slab, is_pin
             assert torch.equal(torch.cat([part.flatten() for part in got]).cpu(), expected)
     pixels.close()
     assert slab.free_bytes == slab.capacity_bytes
+
+
+def test_an_engine_on_a_gpu_reads_from_pinned_memory(device, slab):
+    read = open_pixels(slab.name, device)
+    (ref,) = asyncio.run(slab.allocate([100_000]))
+    assert torch.from_numpy(read(ref)).is_pinned()
 
 
 def test_a_refusal_leaves_the_device_as_it_was(device, slab, caplog):
