@@ -20,8 +20,9 @@ from torch import Tensor
 from benchmarks.report import RESULTS, Row, format_row, load_peers, make_row, write_json
 from benchmarks.timing import Timing, limit_us, time_graph
 from server.kernels.moe import moe, route
-from server.kernels.moe_configs import few_configs, hopper_configs
+from server.kernels.moe_configs import few_configs, few_mxfp8_tiles, hopper_configs
 from server.kernels.moe_few import few_down, few_gate_up
+from server.kernels.moe_few_mxfp8 import few_down_mxfp8, few_gate_up_mxfp8
 from server.kernels.moe_hopper import grouped_hopper
 from server.kernels.moe_plan import ExpertPlan, combine_rows, gather_rows, plan_experts
 from server.kernels.moe_tiles import Activation, Weight
@@ -115,21 +116,32 @@ def _sort(case: Case, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[ExpertPlan,
     return plan, gather_rows(x, plan, TOPK, permute=case.is_mxfp8)
 
 
+def _few_products(case: Case, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Callable[[], object], Callable[[], object]] | None:
+    """Both products without sorting; None where tokens are sorted."""
+    (x, ids, weights), size = batch, (batch[0].shape[0], case.w2.shape[2])
+    if isinstance(case.w13, Mxfp8Weight) and isinstance(case.w2, Mxfp8Weight):
+        if tiles := few_mxfp8_tiles(*size):
+            up = partial(few_gate_up_mxfp8, x, case.w13, ids, weights, ACTIVATION, SCALING, case.has_shared, tiles[0])
+            return up, partial(few_down_mxfp8, up(), case.w2, tiles[1])
+    elif configs := few_configs(*size):
+        first = partial(few_gate_up, x, case.w13, ids, weights, ACTIVATION, SCALING, case.has_shared, configs[0])
+        return first, partial(few_down, first(), case.w2, configs[1])
+    return None
+
+
 def case_rows(case: Case) -> Iterator[Row]:
     """All rows of one case but the router's."""
     limits = case.limit_us(2), case.limit_us(1)
-    few = None if case.is_mxfp8 else few_configs(case.batches[0][0].shape[0], case.w2.shape[2])
     ups: list[Callable[[], object]] = []
     downs: list[Callable[[], object]] = []
     combines: list[Callable[[], object]] = []
     for batch in case.batches:
-        x, ids, weights = batch
+        few = _few_products(case, batch)
         if few:
-            first_few = partial(few_gate_up, x, case.w13, ids, weights, ACTIVATION, SCALING, case.has_shared, few[0])
-            ups.append(first_few)
-            downs.append(partial(few_down, first_few(), case.w2, few[1]))
+            ups.append(few[0])
+            downs.append(few[1])
         else:
-            configs = hopper_configs(ids.numel() / NUM_EXPERTS, case.is_mxfp8)
+            configs = hopper_configs(batch[1].numel() / NUM_EXPERTS, case.is_mxfp8)
             plan, rows = _sort(case, batch)
             first = partial(grouped_hopper, rows, case.w13, plan, ACTIVATION, configs[0])
             second = partial(grouped_hopper, first(), case.w2, plan, None, configs[1])
@@ -142,7 +154,7 @@ def case_rows(case: Case) -> Iterator[Row]:
     both = Timing(*(a + b for a, b in zip(_numbers(up_time), _numbers(down_time), strict=True)))
     yield make_row("moe_products", case.name, both, sum(limits), ("moe_up", "moe_down"))
     includes, limit = ["moe_up", "moe_down"], sum(limits)
-    if not few:
+    if combines:
         moved = limit_us(2 * HIDDEN * (case.num_rows + case.batches[0][0].shape[0]), 0)
         yield make_row("moe_sort", case.name, _time([partial(_sort, case, b) for b in case.batches]), moved)
         yield make_row("moe_combine", case.name, _time(combines), moved)

@@ -1,9 +1,7 @@
 """Products of few tokens with a weight on Hopper, which take as long as the weight takes to read.
 
-Weights are the long side of the matrix unit's tiles, tokens the short one. Each warp multiplies slices of the inputs of its own
-for the same rows, straight from the registers that 16-byte loads fill: the order of the inputs inside a product is free, so
-each lane's consecutive inputs are declared to be those that the matrix unit expects of the lane. Nothing passes through
-shared memory but the final sums of the warps.
+Each warp multiplies slices of the inputs of its own for the same rows, straight from the registers that 16-byte loads fill
+(`few_operands`). Nothing passes through shared memory but the final sums of the warps.
 """
 
 # Parameters of kernels have no Python types.
@@ -16,19 +14,10 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
+from server.kernels.few_operands import add_bf16, add_mxfp8
 from server.kernels.launch import pdl_options, wait_for_inputs
-from server.kernels.mxfp8 import Mxfp8Weight, scale_e4m3_words
-
-
-@gluon.jit
-def _bf16_pairs(words):
-    """int32 [...] to bf16 [..., 2]; loads as words keep what a loop carries packed in registers."""
-    first, second = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
-    )
-    return gl.join(first, second)
+from server.kernels.mxfp8 import Mxfp8Weight
 
 
 @gluon.jit
@@ -58,8 +47,7 @@ def _linear_few_kernel(
     W_WORDS: gl.constexpr = K * 16 // CHUNK
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [B, 1, 1], [1, 16, 8])
     tile: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [B, 1], [1, 0])
-    lanes: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 4, 1], [B, 1, 1], [2, 1, 0])
-    scale: gl.constexpr = gl.SliceLayout(2, lanes)
+    scale: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 4], [8, 4, 1], [B, 1, 1], [2, 1, 0]))
     i_n = gl.program_id(0) * (8 * J)
     i_t = gl.program_id(1) * (8 * U)
     o_w = gl.arange(0, J * C * B * 8, layout=gl.SliceLayout(1, tile))[:, None]
@@ -96,20 +84,11 @@ def _linear_few_kernel(
         if QUANTISED:
             next_scales = _load(scales_ptr, s_offsets, s_columns, ahead * 2, K // 32, EVEN)
             next_last = _load(x_ptr + 4, x_offsets, x_columns + 4, ahead * (CHUNK // 2), K // 2, EVEN)
-            words = gl.convert_layout(gl.reshape(weights, [J * C * B * 8, 4, 4]), lanes, assert_trivial=True)
-            n0, n1, n2, n3 = scale_e4m3_words(words, gl.expand_dims(scales, 2))
-            numbers = gl.join(gl.join(n0, n2), gl.join(n1, n3))
-            tokens = _bf16_pairs(gl.join(first, last))
-            b = gl.permute(gl.reshape(tokens, [U, C, B, 8, 4, 4, 2, 2]), [2, 1, 6, 5, 4, 7, 0, 3])
+            sums = add_mxfp8(weights, scales, first, last, sums, C, ANY_SCALE=True)
             scales = next_scales
             last = next_last
         else:
-            numbers = _bf16_pairs(weights)
-            b = gl.permute(gl.reshape(_bf16_pairs(first), [U, C, B, 8, 4, 4, 2]), [2, 1, 5, 4, 6, 0, 3])
-        a = gl.permute(gl.reshape(numbers, [J, C, B, 8, 4, CHUNK // 8, 2]), [2, 0, 3, 1, 5, 4, 6])
-        a = gl.convert_layout(gl.reshape(a, [B, J * 8, C * CHUNK]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
-        b = gl.convert_layout(gl.reshape(b, [B, C * CHUNK, U * 8]), gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
-        sums = mma_v2(a, b, sums)
+            sums = add_bf16(weights, first, sums, C)
         weights = next_weights
         first = next_first
     out = gl.sum(sums, 0)

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from server.kernels.moe_configs import few_configs, grouped_config, hopper_configs
+from server.kernels.moe_configs import few_configs, few_mxfp8_tiles, grouped_config, hopper_configs
 from server.kernels.moe_few import MAX_PAIRS, few_down, few_gate_up
 from server.kernels.moe_grouped import grouped_down, grouped_gate_up
 from server.kernels.moe_plan import combine_rows, gather_rows, plan_experts
 from server.kernels.moe_tiles import Activation, Weight, stored
+from server.kernels.mxfp8 import Mxfp8Weight
 
 
 def moe_triton(
@@ -30,8 +31,15 @@ def moe_triton(
     is_mxfp8, num_routed = stored(w2)[2], w2.shape[0] - has_shared
     rows_per_expert = num_tokens * topk / num_routed
     on_hopper = uses_hopper_products(x, w13, w2)
-    few = None if on_hopper and is_mxfp8 else few_configs(num_tokens, w2.shape[2])
-    if few and num_tokens * topk <= MAX_PAIRS:
+    is_few = num_tokens * topk <= MAX_PAIRS
+    if on_hopper and isinstance(w13, Mxfp8Weight) and isinstance(w2, Mxfp8Weight):
+        tiles = few_mxfp8_tiles(num_tokens, w2.shape[2])
+        if tiles and is_few:
+            from server.kernels.moe_few_mxfp8 import few_down_mxfp8, few_gate_up_mxfp8
+
+            found = few_gate_up_mxfp8(x, w13, expert_ids, weights, activation, scaling, has_shared, tiles[0])
+            return few_down_mxfp8(found, w2, tiles[1])
+    elif is_few and (few := few_configs(num_tokens, w2.shape[2])):
         return few_down(few_gate_up(x, w13, expert_ids, weights, activation, scaling, has_shared, few[0]), w2, few[1])
     if on_hopper:
         from server.kernels.moe_hopper import grouped_hopper

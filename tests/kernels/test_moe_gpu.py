@@ -5,6 +5,7 @@ import torch
 
 from server.kernels import moe_triton as dispatch
 from server.kernels.moe import moe, route
+from server.kernels.moe_configs import FewTile, few_mxfp8_tiles
 from tests.kernels.gpu_memory import poison_free_memory
 from tests.kernels.moe_reference import ACTIVATION, expected_moe, expected_route, normal, random_mxfp8, routing
 
@@ -30,6 +31,7 @@ def path(request, monkeypatch):
     """Serve few tokens with and without sorting."""
     if request.param == "sorted":
         monkeypatch.setattr(dispatch, "few_configs", lambda *_: None)
+        monkeypatch.setattr(dispatch, "few_mxfp8_tiles", lambda *_: None)
 
 
 @pytest.mark.parametrize("is_mxfp8", [False, True])
@@ -38,6 +40,33 @@ def path(request, monkeypatch):
 @pytest.mark.parametrize("num_tokens", [1, 3, 16])
 def test_few_tokens(path, is_mxfp8, has_shared, kind, num_tokens):
     check(is_mxfp8, has_shared, kind, num_tokens)
+
+
+@pytest.mark.parametrize(("width", "num_tokens"), [(384, 1), (384, 4), (384, 8), (3072, 1)])
+def test_every_tile_of_few_tokens_in_mxfp8(monkeypatch, width, num_tokens):
+    tiles = few_mxfp8_tiles(num_tokens, width)
+    monkeypatch.setattr(dispatch, "few_mxfp8_tiles", lambda *_: tiles)
+    check(True, True, "few experts", num_tokens)
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("kind", ["random", "one expert"])
+def test_two_octets_of_tokens_without_sorting_in_mxfp8(monkeypatch, has_shared, kind):
+    monkeypatch.setattr(dispatch, "few_mxfp8_tiles", lambda *_: (FewTile(2, 1, 4), FewTile(2, 1, 4)))
+    check(True, has_shared, kind, 13)
+
+
+@pytest.mark.parametrize("is_mxfp8", [False, True])
+def test_a_token_does_not_see_its_neighbours(path, is_mxfp8):
+    w13, w2 = weights_of(is_mxfp8, NUM_EXPERTS + 1)
+    x = normal(5, HIDDEN).cuda().bfloat16()
+    expert_ids, weights = (tensor.cuda() for tensor in routing("few experts", 5, NUM_EXPERTS, TOPK))
+    poisoned = x.clone()
+    poisoned[2] = torch.nan
+    out, with_poison = (moe(rows, w13, w2, expert_ids, weights, *ACTIVATION, SCALING, True) for rows in (x, poisoned))
+    others = [0, 1, 3, 4]
+    assert torch.equal(out[others], with_poison[others])
+    assert with_poison[2].isnan().all()
 
 
 @pytest.mark.parametrize("is_mxfp8", [False, True])
