@@ -22,17 +22,19 @@ test: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile -m "not gpu and not deploy and not e2e" $(PYTEST_ARGS)
 	$(BIN)/pytest -m "e2e and not deploy" $(MORE_TRIES) $(PYTEST_ARGS)
 
-# What needs a Hopper GPU, in the environment as it is. The engine's tests come last and alone, as they measure a GPU's memory; where
-# there are several GPUs, the workers leave them the first, and `make -j2 test-gpu` runs both parts at once.
+# What needs a Hopper GPU, in the environment as it is. Two ranks need two; what measures a GPU's memory needs one to itself, so it comes
+# late, and workers leave it the first of several: then `make -j2 test-gpu` runs both parts at once.
 PYTEST ?= $(BIN)/pytest
 GPU_WORKERS ?= 12
 test-gpu: test-gpu-shared test-gpu-alone
 
 test-gpu-shared:
-	$(PYTEST) -v -n $(GPU_WORKERS) --dist worksteal -m gpu tests/kernels tests/model $(PYTEST_ARGS)
+	ONE_GPU_PER_WORKER=1 $(PYTEST) -v -n $(GPU_WORKERS) --dist worksteal -m gpu \
+		tests/kernels tests/model tests/engine/test_engine_start_gpu.py $(PYTEST_ARGS)
 
 test-gpu-alone:
-	$(PYTEST) -v -m gpu tests/engine $(PYTEST_ARGS)
+	$(PYTEST) -v -m gpu tests/engine/test_engine_memory_gpu.py $(PYTEST_ARGS)
+	$(PYTEST) -v -n 4 -m gpu tests/engine/test_ranks_gpu.py $(PYTEST_ARGS)
 
 # The chart, the image, the alerts: with real Helm, Prometheus, nginx and podman. Needs root on Debian.
 test-deploy: $(STAMP)

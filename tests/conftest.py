@@ -8,18 +8,19 @@ import torch
 
 
 def choose_gpu() -> None:
-    """Leave a worker of xdist one GPU; where there are several, not the first, which is for tests without workers.
+    """Leave a worker of xdist one GPU; where there are several, not the first, which is for tests that need one to themselves.
 
     They are counted without CUDA, which reads the variable when it is first asked.
     """
-    worker, named = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named.split(",") if named else [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
-    if worker and len(gpus) > 1:
+    if len(gpus) > 1:
         shared = gpus[1:]
-        os.environ["CUDA_VISIBLE_DEVICES"] = shared[int(worker.removeprefix("gw")) % len(shared)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = shared[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(shared)]
 
 
-choose_gpu()
+if "PYTEST_XDIST_WORKER" in os.environ and "ONE_GPU_PER_WORKER" in os.environ:
+    choose_gpu()
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, so before any import of ours

@@ -1,7 +1,7 @@
 """Two ranks on two GPUs, with NCCL: the tokens of one, and no rank outlives another, whatever sum it waits in.
 
-Sums over ranks round otherwise than those of one rank, so a choice between near equals may fall the other way; in float32 only
-between the nearest.
+In float32 the tokens are those of one rank. In bf16 sums over ranks round otherwise than those of one, and some choices between
+near equals (blocks, experts, at last tokens) fall the other way on either side, so the twins in float32 are the judge.
 """
 
 import asyncio
@@ -17,13 +17,12 @@ from server.messages import Failed, FailureKind, SamplingParams, Submit
 from server.settings import load_settings
 from tests.e2e.server_process import is_running
 from tests.engine.real_engine import collect, drive, tokens_of, workers_of
-from tests.model.mixed_steps import DTYPES, load, make_checkpoints, make_requests, serve
+from tests.model.mixed_steps import DECISIVE_GAP, DTYPES, agreement, load, make_checkpoints, make_requests, serve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 TIMEOUT_S, END_S = 240, 30  # kernels are compiled at start
-MAX_PARTINGS = 8  # of 16 sequences
-MAX_GAP = {"float32": 1e-3, "bf16": 1.0, "mxfp8": 1.0}  # in log-probability, between the tokens where two outputs part
+MIN_RIGHT = {"float32": 1.0, "bf16": 0.95, "mxfp8": 0.95}  # of the tokens that are no near ties
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,18 @@ def test_two_ranks_give_the_tokens_of_one_and_end_together(checkpoints, case, ca
     folder, requests = checkpoints[case.weights], make_requests()
 
     async def scenario(client):
-        alone = serve(load(folder, "cuda", DTYPES[case.weights]), requests, "plain")  # while the ranks start
+        alone = None
+        if case.weights == "float32":
+            alone = serve(load(folder, "cuda", torch.float32), requests, "plain").tokens  # while the ranks start
         await client.wait_ready()
-        partings = alone.gaps_at_partings(await answers_of(client, requests))
+        answers = await answers_of(client, requests)
+        assert alone in (None, answers)
+        reference = load(checkpoints["restored"] if case.weights == "mxfp8" else folder, "cuda", torch.float32)
+        found = agreement(reference, requests, answers, DECISIVE_GAP[case.weights])
         with capfd.disabled():
-            print(f"{case}: {len(partings)} of {len(requests)} sequences part, at gaps up to {max(partings, default=0):.3f}")
-        assert len(partings) <= MAX_PARTINGS
-        assert all(gap < MAX_GAP[case.weights] for gap in partings)
+            print(f"{case}: {found}")
+        assert found.num_decisive > 100
+        assert found.share >= MIN_RIGHT[case.weights]
         await kill(client, case.victim, capfd)
 
     drive(scenario, load_settings({"model": folder, **case.settings}, environ={}), timeout_s=TIMEOUT_S)

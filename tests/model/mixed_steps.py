@@ -35,6 +35,7 @@ LOOPS = ("plain", "overlapped", "graphs")
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "mxfp8": torch.bfloat16}
 NUM_PAGES, MAX_NUM_SEQS = 160, 17  # enough for all requests, so that no loop plans other steps than the others
 LENGTHS = (2600, 2049, 2300, 1, 17, 130, 700, 128, 3, 255, 900, 64, 1300, 5, 40, 385)
+DECISIVE_GAP = {"float32": 1e-3, "bf16": 0.3, "mxfp8": 0.3}  # between logits, beyond which a greedy choice is no near tie
 SMALL_LENGTHS = (2100, 2049, 1, 17, 130, 300)
 
 
@@ -127,6 +128,30 @@ def serve(model: M3Model, requests: Sequence[Submit], loop: str) -> Served:
         entries = [entry for event in server.events[name] for entry in getattr(event, "logprobs", [])]
         served.gaps[name] = [entry.top_logprobs[0] - entry.top_logprobs[1] for entry in entries]
     return served
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of tokens that the reference prefers by more than some gap, how many were chosen."""
+
+    num_decisive: int
+    num_right: int
+
+    @property
+    def share(self) -> float:
+        return self.num_right / self.num_decisive
+
+
+def agreement(reference: M3Model, requests: Sequence[Submit], outputs: Mapping[str, Sequence[int]], gap: float) -> Agreement:
+    """Hold greedy outputs against the twins of `reference`, each token after those that came before it."""
+    num_decisive = num_right = 0
+    for request in requests:
+        output = outputs[request.request_id]
+        best = reference_logits(reference, request, output).topk(2)
+        is_decisive = best.values[:, 0] - best.values[:, 1] > gap
+        num_decisive += int(is_decisive.sum())
+        num_right += int((best.indices[:, 0] == torch.tensor(output))[is_decisive].sum())
+    return Agreement(num_decisive, num_right)
 
 
 @torch.inference_mode()

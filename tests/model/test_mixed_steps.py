@@ -9,12 +9,11 @@ add nothing to that.
 import pytest
 import torch
 
-from tests.model.mixed_steps import DTYPES, LOOPS, load, make_checkpoints, make_requests, reference_logits, serve
+from tests.model.mixed_steps import DECISIVE_GAP, DTYPES, LOOPS, agreement, load, make_checkpoints, make_requests, serve
 
 pytestmark = pytest.mark.gpu
 
 MAX_PARTINGS = {"float32": 0, "bf16": 4, "mxfp8": 4}  # of 16 sequences, between graphs and the plain loop
-DECISIVE_GAP = {"float32": 1e-3, "bf16": 0.3, "mxfp8": 0.3}
 MIN_RIGHT = {"float32": 1.0, "bf16": 0.97, "mxfp8": 0.97}
 
 
@@ -52,13 +51,7 @@ def test_every_loop_gives_the_plain_loops_tokens(served, dtype, loop):
 
 def test_the_tokens_are_the_references(served, checkpoints, dtype):
     reference = load(checkpoints["restored" if dtype == "mxfp8" else dtype], "cuda", torch.float32)
-    num_decisive = num_right = 0
-    for request in make_requests():
-        output = served["graphs"].tokens[request.request_id]
-        best = reference_logits(reference, request, output).topk(2)
-        is_decisive = best.values[:, 0] - best.values[:, 1] > DECISIVE_GAP[dtype]
-        num_decisive += int(is_decisive.sum())
-        num_right += int((best.indices[:, 0] == torch.tensor(output))[is_decisive].sum())
-    print(f"{dtype}: {num_right} of {num_decisive} decisive tokens are the reference's")
-    assert num_decisive > 100
-    assert num_right >= MIN_RIGHT[dtype] * num_decisive
+    found = agreement(reference, make_requests(), served["graphs"].tokens, DECISIVE_GAP[dtype])
+    print(f"{dtype}: {found}")
+    assert found.num_decisive > 100
+    assert found.share >= MIN_RIGHT[dtype]

@@ -3,8 +3,8 @@
 The attention has the released geometry: 64 query heads, 4 KV and index heads of 128 dimensions, blocks of 128, 16 of them
 attended. The reference is the float32 twins, on the GPU, too, because one prompt takes two CPU cores 8 s; on a CPU
 `test_oracle_text` holds them against transformers. bf16 rounds scores, so near ties between blocks and between experts fall
-differently than in float32; the yardstick is therefore the error of the twins themselves in bf16, for the same tokens. Errors
-are ‖ours - reference‖ / ‖reference‖ over all logits of a case.
+differently than in float32; such a token's logits are others altogether, and few must be. The yardstick for the rest is the
+error of the twins themselves in bf16, for the same tokens. Errors are ‖ours - reference‖ / ‖reference‖.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,13 @@ from tests.twins import only_twins
 
 pytestmark = pytest.mark.gpu
 
+# Of 2,532 tokens the twins have 2.6 % with errors from 0.1 to 1, none between 0.03 and 0.1, and the others' is 0.01.
+APART = 0.1
+MAX_SHARE_APART = 0.06
+MAX_ERROR = 0.02  # of the others
 MAX_ERROR_TO_TWINS = 1.25  # the kernels' error is at most that multiple of the twins'
-MAX_ERROR = 0.12
 MAX_ERROR_BETWEEN_DEVICES = 1e-4  # of the twins in float32
-PROMPT_LEN = 2500
+PROMPT_LEN, NUM_DECODES = 2500, 32
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,16 @@ def error(logits, reference):
     return ((logits.float() - reference).norm() / reference.norm()).item()
 
 
+def error_of_most(logits, reference):
+    """The error without the tokens whose own is large, of which there are few."""
+    errors = (logits.float() - reference).norm(dim=1) / reference.norm(dim=1)
+    is_apart = errors > APART
+    assert is_apart.float().mean() <= MAX_SHARE_APART
+    return error(logits[~is_apart], reference[~is_apart])
+
+
 def assert_close(ours, twins, reference):
-    ours, twins = error(ours, reference), error(twins, reference)
+    ours, twins = error_of_most(ours, reference), error_of_most(twins, reference)
     assert ours < MAX_ERROR
     assert ours < MAX_ERROR_TO_TWINS * twins
 
@@ -111,14 +122,18 @@ def test_chunked_prefill(oracle, kernels, twins):
     assert_close(*runs, oracle.logits(ids))
 
 
-def test_decoding_after_a_prefill(oracle, kernels, twins):
-    ids = prompt(PROMPT_LEN + 32)
+def test_decoding_after_prefills(oracle, kernels, twins):
+    prompts = [prompt(length, length) for length in (2500, 2049, 2300, 700, 128, 1)]
+    outputs = [prompt(NUM_DECODES, 100 + i) for i in range(len(prompts))]
     runs = []
     for side in (kernels, twins):
-        runner = side.runner()
-        side.step(runner, [(0, ids[:PROMPT_LEN])])
-        runs.append(torch.cat([side.step(runner, [(0, [token_id])])[0] for token_id in ids[PROMPT_LEN:]]))
-    assert_close(*runs, oracle.logits(ids)[PROMPT_LEN:])
+        runner = side.runner(num_pages=96)
+        for i, ids in enumerate(prompts):
+            side.step(runner, [(i, ids)])
+        steps = [side.step(runner, list(enumerate([token_id] for token_id in ids))) for ids in zip(*outputs, strict=True)]
+        runs.append(torch.cat([torch.cat(rows) for rows in zip(*steps, strict=True)]))
+    reference = [oracle.logits(ids + tokens)[len(ids) :] for ids, tokens in zip(prompts, outputs, strict=True)]
+    assert_close(*runs, torch.cat(reference))
 
 
 def test_mixed_steps_of_decodes_and_prefills(oracle, kernels, twins):
