@@ -33,8 +33,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def put_slow_ones_first(items: list[pytest.Item], num_workers: int) -> None:
+    """Let each slow test of a GPU begin one of the runs of neighbours that `--dist worksteal` gives to workers."""
+    slow = [item for item in items if item.get_closest_marker("slow") and item.get_closest_marker("gpu")]
+    others = [item for item in items if item not in slow]
+    start = 0
+    for worker, item in enumerate(slow):
+        others.insert(start, item)
+        start += (len(items) - start) // max(1, num_workers - worker)
+    items[:] = others
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where no Hopper GPU is."""
+    put_slow_ones_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         return
     for item in items:

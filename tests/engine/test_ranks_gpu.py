@@ -33,9 +33,9 @@ class Case:
     victim: str = "rank 1"
     graphs: bool = True
 
-    @property
-    def settings(self):
-        return {
+    def settings(self, folder):
+        values = {
+            "model": folder,
             "device": "cuda",
             "dtype": "float32" if DTYPES[self.weights] is torch.float32 else "bfloat16",
             "tensor_parallel_size": 2,
@@ -46,6 +46,7 @@ class Case:
             "max_num_batched_tokens": 300,
             "cache_bytes": 1 << 28,
         }
+        return load_settings(values, environ={})
 
 
 CASES = [Case("float32", "rank 0", graphs=False), Case("float32"), Case("bf16", "rank 0"), Case("mxfp8")]
@@ -108,4 +109,4 @@ def test_two_ranks_give_the_tokens_of_one_and_end_together(checkpoints, case, ca
         assert found.share >= MIN_RIGHT[case.weights]
         await kill(client, case.victim, capfd)
 
-    drive(scenario, load_settings({"model": folder, **case.settings}, environ={}), timeout_s=TIMEOUT_S)
+    drive(scenario, case.settings(folder), timeout_s=TIMEOUT_S)
