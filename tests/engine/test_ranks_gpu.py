@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -68,16 +69,18 @@ async def answers_of(client, requests):
 
 
 async def kill(client, victim, capfd):
-    """Kill a rank while a request runs, and see the other end, too."""
+    """Kill a rank while a request runs, and see the other end, too; returns after how many seconds."""
     (worker,) = workers_of(client)
     stream = client.submit(Submit("endless", [5, 6], SamplingParams(max_tokens=8000, temperature=0.0)))
     await anext(stream)
+    start_s = time.monotonic()
     os.kill(client.pid if victim == "rank 0" else worker, signal.SIGKILL)
     async with asyncio.timeout(END_S):
         (*_, end) = await collect(stream)
         await client.died.wait()
         while is_running(worker):  # noqa: ASYNC110, another process's end is no event here
             await asyncio.sleep(0.01)
+    seconds = time.monotonic() - start_s
     assert isinstance(end, Failed)
     assert end.kind in (FailureKind.ENGINE_DEAD, FailureKind.INTERNAL)
     log = capfd.readouterr().err
@@ -88,6 +91,7 @@ async def kill(client, victim, capfd):
     else:
         assert client.exit_code == 1
         assert "rank 1 of 2 left with exit code -9" in log
+    return seconds
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.weights}-{'graphs' if case.graphs else 'eager'}")
@@ -107,6 +111,8 @@ def test_two_ranks_give_the_tokens_of_one_and_end_together(checkpoints, case, ca
             print(f"{case}: {found}")
         assert found.num_decisive > 100
         assert found.share >= MIN_RIGHT[case.weights]
-        await kill(client, case.victim, capfd)
+        seconds = await kill(client, case.victim, capfd)
+        with capfd.disabled():
+            print(f"{case}: all ended within {seconds:.1f} s")
 
     drive(scenario, case.settings(folder), timeout_s=TIMEOUT_S)
