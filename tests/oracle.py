@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from server.model.config import M3Config
 from server.model.m3 import M3Model
+from server.model.progress import NoProgress
 from tests.paged_runner import PagedRunner
 
 IMAGE_TOKEN, VIDEO_TOKEN = 250, 251
@@ -23,19 +24,6 @@ IMAGE_TOKEN, VIDEO_TOKEN = 250, 251
 # With this seed no index score or router score of the tests comes closer than 5e-5 to its rival for the last place, some twenty
 # times the rounding noise, so that both implementations must select the same blocks and experts on any CPU.
 SEED = 2
-
-
-class SilentProgress:
-    """Follows a load without a word."""
-
-    def start(self, total_bytes: int) -> None:
-        pass
-
-    def advance(self, num_bytes: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 def tiny_config(
@@ -111,7 +99,7 @@ class Oracle:
         save_checkpoint(config, folder, seed=seed)
         reference = MiniMaxM3SparseForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
         parsed = M3Config.from_file(folder)
-        model = M3Model.load(folder, parsed, torch.device("cpu"), torch.float32, progress=SilentProgress())
+        model = M3Model.load(folder, parsed, torch.device("cpu"), torch.float32, progress=NoProgress())
         return cls(folder, reference, parsed, model)
 
     @torch.inference_mode()

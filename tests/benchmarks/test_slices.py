@@ -11,7 +11,7 @@ from server.api.chat_format import ChatFormat
 from server.kernels.mxfp8 import GROUP_SIZE, Mxfp8Weight, dequantize_torch
 from server.model.config import M3Config, cache_spec
 from server.model.m3 import M3Model
-from tests.oracle import SilentProgress
+from server.model.progress import NoProgress
 
 CPU = torch.device("cpu")
 TINY = "server/model/tiny/config.json"
@@ -80,7 +80,7 @@ def test_the_experts_of_a_step_are_counted(tiny_slice):
 def test_a_written_slice_loads_as_a_checkpoint(tmp_path, tiny_config, quantized):
     values = slice_values(tiny_config, Layers(1, 1), quantized=quantized)
     write_checkpoint(tmp_path, values, CPU, torch.bfloat16)
-    model = M3Model.load(tmp_path, M3Config.from_file(tmp_path), CPU, torch.bfloat16, progress=SilentProgress())
+    model = M3Model.load(tmp_path, M3Config.from_file(tmp_path), CPU, torch.bfloat16, progress=NoProgress())
     assert model.config.text.num_layers == 2
     assert (model.config.quantization is not None) == quantized
     ChatFormat.load(tmp_path)

@@ -9,7 +9,7 @@ from benchmarks.transformers_folder import write_text_folder
 from server.kvcache.pools import CachePools
 from server.model.config import M3Config, cache_spec
 from server.model.m3 import M3Model
-from tests.oracle import SilentProgress
+from server.model.progress import NoProgress
 from tests.paged import paged_case
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def test_the_converted_folder_is_the_same_model(tmp_path, request, quantized):
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     config = M3Config.from_file(tmp_path / "ours")
-    ours = M3Model.load(tmp_path / "ours", config, CPU, torch.float32, progress=SilentProgress())
+    ours = M3Model.load(tmp_path / "ours", config, CPU, torch.float32, progress=NoProgress())
     token_ids = torch.arange(40) * 7 % 1000
     case = paged_case([40], [40], config.text.block_size)
     pools = CachePools(cache_spec(config, torch.float32), case.num_pages, CPU)

@@ -31,8 +31,9 @@ from server.messages import (
 from server.model.config import M3Config
 from server.model.grammar import GrammarCompiler
 from server.model.m3 import M3Model
+from server.model.progress import NoProgress
 from tests.engine.serving import Pixels, Server
-from tests.oracle import IMAGE_TOKEN, SilentProgress, save_checkpoint, tiny_config
+from tests.oracle import IMAGE_TOKEN, save_checkpoint, tiny_config
 
 TOKENIZER_DIR = Path(__file__).parents[2] / "server/model/tiny"
 VOCAB, EOS, PAGE = 1376, 1320, 16
@@ -64,7 +65,7 @@ def model(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("checkpoint")
     save_checkpoint(tiny_config(block_size=PAGE, topk_blocks=4, vocab_size=VOCAB), folder)
-    return M3Model.load(folder, M3Config.from_file(folder), torch.device("cpu"), torch.float64, progress=SilentProgress())
+    return M3Model.load(folder, M3Config.from_file(folder), torch.device("cpu"), torch.float64, progress=NoProgress())
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ from server.messages import Failed, FinishReason, Grammar, GrammarKind, Sampling
 from server.model.config import M3Config
 from server.model.grammar import GrammarCompiler
 from server.model.m3 import M3Model
+from server.model.progress import NoProgress
 from tests.engine.serving import Server
-from tests.oracle import SilentProgress, save_checkpoint, tiny_config
+from tests.oracle import save_checkpoint, tiny_config
 
 TOKENIZER_DIR = Path(__file__).parents[2] / "server/model/tiny"
 VOCAB = 1376
@@ -44,7 +45,7 @@ def model(tmp_path_factory):
     """A random model with pages of 16 tokens and the bundled tokenizer's ids."""
     folder = tmp_path_factory.mktemp("checkpoint")
     save_checkpoint(tiny_config(block_size=PAGE, topk_blocks=4, vocab_size=VOCAB), folder)
-    return M3Model.load(folder, M3Config.from_file(folder), torch.device("cpu"), torch.float32, progress=SilentProgress())
+    return M3Model.load(folder, M3Config.from_file(folder), torch.device("cpu"), torch.float32, progress=NoProgress())
 
 
 @pytest.fixture(scope="module")

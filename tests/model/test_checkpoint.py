@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 from server.model.checkpoint import INDEX_FILE, SINGLE_FILE, CheckpointError, verify
 from server.model.config import M3Config
 from server.model.loader import load_parameters
+from server.model.progress import NoProgress
 from server.model.shard import Shard
 from server.model.weights import parameters
-from tests.oracle import SilentProgress, save_checkpoint, tiny_config
+from tests.oracle import save_checkpoint, tiny_config
 
 CPU = torch.device("cpu")
 NORM = "language_model.model.norm.weight"
@@ -44,7 +45,7 @@ def wanted(folder, shard=None):
 
 
 def load(folder, shard=None, dtype=torch.float32, progress=None):
-    return load_parameters(folder, wanted(folder, shard), CPU, dtype, progress or SilentProgress())
+    return load_parameters(folder, wanted(folder, shard), CPU, dtype, progress or NoProgress())
 
 
 def rewrite(folder, change):
@@ -91,7 +92,7 @@ def test_the_total_of_the_index_is_not_believed(saved, sharded):
 
 
 def test_progress_sees_every_byte_once(saved):
-    class Counter(SilentProgress):
+    class Counter(NoProgress):
         total = read = 0
 
         def start(self, total_bytes):

@@ -7,8 +7,8 @@ import torch
 from server.kvcache.pools import CachePools
 from server.model.config import M3Config, cache_spec
 from server.model.m3 import M3Model
+from server.model.progress import NoProgress
 from server.model.shard import ProcessGroup, Shard
-from tests.oracle import SilentProgress
 from tests.paged import paged_case
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def run_rank(rank, folder, store, answers):
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     collective = ProcessGroup(torch.distributed.group.WORLD)
     config, shard = M3Config.from_file(folder), Shard(rank, WORLD)
-    model = M3Model.load(folder, config, CPU, torch.float32, shard, SilentProgress(), collective)
+    model = M3Model.load(folder, config, CPU, torch.float32, shard, NoProgress(), collective)
     case = paged_case([LENGTH], [LENGTH], config.text.block_size)
     pools = CachePools(cache_spec(config, torch.float32, shard), case.num_pages, CPU)
     logits = model.logits(model.forward(token_ids(), case.batch, pools))

@@ -11,11 +11,12 @@ from server.model.checkpoint import CheckpointError
 from server.model.config import M3Config
 from server.model.loader import load_parameters
 from server.model.m3 import M3Model
+from server.model.progress import NoProgress
 from server.model.quantization import Quantization, projection
 from server.model.shard import Shard
 from server.model.weights import parameters
 from tests.model.quantised import quantise_checkpoint
-from tests.oracle import SilentProgress, save_checkpoint, tiny_config
+from tests.oracle import save_checkpoint, tiny_config
 from tests.paged_runner import PagedRunner
 
 CPU = torch.device("cpu")
@@ -41,11 +42,11 @@ def written(source, tmp_path):
 
 def load(folder, shard=None, dtype=torch.float32):
     wanted = parameters(M3Config.from_file(folder), shard or Shard())
-    return load_parameters(folder, wanted, CPU, dtype, SilentProgress())
+    return load_parameters(folder, wanted, CPU, dtype, NoProgress())
 
 
 def logits(folder):
-    model = M3Model.load(folder, M3Config.from_file(folder), CPU, torch.float32, progress=SilentProgress())
+    model = M3Model.load(folder, M3Config.from_file(folder), CPU, torch.float32, progress=NoProgress())
     ids = torch.randint(0, 250, (150,), generator=torch.Generator().manual_seed(0)).tolist()
     return PagedRunner(model, 16).step([(0, ids)])[0]
 
@@ -130,7 +131,7 @@ def test_spellings_of_ignored_layers(ignored, is_covered):
 
 
 def test_bytes_are_counted_as_they_are_stored(written):
-    class Counter(SilentProgress):
+    class Counter(NoProgress):
         total = read = 0
 
         def start(self, total_bytes):

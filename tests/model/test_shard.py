@@ -7,9 +7,9 @@ from server.kvcache.pools import CachePools
 from server.model.config import cache_spec
 from server.model.loader import load_parameters
 from server.model.m3 import M3Model
+from server.model.progress import NoProgress
 from server.model.shard import Shard
 from server.model.weights import parameters
-from tests.oracle import SilentProgress
 from tests.paged import paged_case
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ class ThreadSum:
 
 def shares(oracle, world):
     return [
-        load_parameters(oracle.folder, parameters(oracle.config, Shard(rank, world)), CPU, torch.float32, SilentProgress())
+        load_parameters(oracle.folder, parameters(oracle.config, Shard(rank, world)), CPU, torch.float32, NoProgress())
         for rank in range(world)
     ]
 
@@ -91,7 +91,7 @@ def test_two_ranks_compute_what_one_computes(small_blocks):
         torch.set_num_threads(1)
         collective.rank.index = rank
         shard = Shard(rank, WORLD)
-        model = M3Model.load(small_blocks.folder, small_blocks.config, CPU, torch.float32, shard, SilentProgress(), collective)
+        model = M3Model.load(small_blocks.folder, small_blocks.config, CPU, torch.float32, shard, NoProgress(), collective)
         pools = CachePools(cache_spec(small_blocks.config, torch.float32, shard), case.num_pages, CPU)
         pools.poison(range(case.num_pages))
         results[rank] = model.logits(model.forward(ids, case.batch, pools))
@@ -119,4 +119,4 @@ def test_an_uneven_cut_is_refused_by_name(cut):
 
 def test_several_ranks_need_a_collective(small_blocks):
     with pytest.raises(ValueError, match="collective"):
-        M3Model.load(small_blocks.folder, small_blocks.config, CPU, torch.float32, Shard(0, 2), SilentProgress())
+        M3Model.load(small_blocks.folder, small_blocks.config, CPU, torch.float32, Shard(0, 2), NoProgress())

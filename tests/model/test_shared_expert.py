@@ -6,17 +6,18 @@ from safetensors.torch import load_file
 
 from server.model.config import M3Config
 from server.model.loader import load_parameters
+from server.model.progress import NoProgress
 from server.model.shard import Shard
 from server.model.weights import parameters
 from tests.model.quantised import quantise_checkpoint
-from tests.oracle import SEED, Oracle, SilentProgress, save_checkpoint, tiny_config
+from tests.oracle import SEED, Oracle, save_checkpoint, tiny_config
 
 SHARED = "language_model.model.layers.1.block_sparse_moe.shared_experts"
 
 
 def load(folder, shard=None):
     wanted = parameters(M3Config.from_file(folder), shard or Shard())
-    return load_parameters(folder, wanted, torch.device("cpu"), torch.float32, SilentProgress())
+    return load_parameters(folder, wanted, torch.device("cpu"), torch.float32, NoProgress())
 
 
 def test_one_of_the_same_width_is_the_last_of_the_stack(small_blocks):
