@@ -24,7 +24,8 @@ from server.kernels.moe_configs import few_configs, few_mxfp8_tiles, hopper_conf
 from server.kernels.moe_few import few_down, few_gate_up
 from server.kernels.moe_few_mxfp8 import few_down_mxfp8, few_gate_up_mxfp8
 from server.kernels.moe_hopper import grouped_hopper
-from server.kernels.moe_plan import ExpertPlan, combine_rows, gather_rows, plan_experts
+from server.kernels.moe_plan import ExpertPlan
+from server.kernels.moe_rows import combine_rows, sort_rows
 from server.kernels.moe_tiles import Activation, Weight
 from server.kernels.mxfp8 import Mxfp8Weight
 
@@ -112,8 +113,9 @@ def _whole(case: Case, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 def _sort(case: Case, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[ExpertPlan, Tensor]:
     x, ids, weights = batch
     first = hopper_configs(ids.numel() / NUM_EXPERTS, case.is_mxfp8)[0]
-    plan = plan_experts(ids, weights, SCALING, NUM_EXPERTS, case.has_shared, first.step_rows, first.sizes[-1])
-    return plan, gather_rows(x, plan, TOPK, permute=case.is_mxfp8)
+    return sort_rows(
+        x, ids, weights, SCALING, NUM_EXPERTS, case.has_shared, first.step_rows, first.sizes[-1], permute=case.is_mxfp8
+    )
 
 
 def _few_products(case: Case, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Callable[[], object], Callable[[], object]] | None:

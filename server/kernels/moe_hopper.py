@@ -176,7 +176,7 @@ def _weight_descriptor(values: Tensor, is_gated: bool, is_mxfp8: bool) -> Tensor
 def grouped_hopper(x: Tensor, weight: Weight, plan: ExpertPlan, activation: Activation | None, config: HopperConfig) -> Tensor:
     """Products of rows in expert order, [R, K] to [R, N], with `weight`; gated by `activation` unless that is None.
 
-    With MXFP8 weights the columns of `x`, and those of a gated result, are permuted as `gather_rows` does it.
+    With MXFP8 weights the columns of `x`, and those of a gated result, are permuted as `sort_rows` does it.
     """
     values, scales, is_mxfp8 = stored(weight)
     is_gated = activation is not None

@@ -1,4 +1,4 @@
-"""Sorting (token, choice) pairs by expert on the device, and summing what the experts gave back per token.
+"""Sorting (token, choice) pairs by expert on the device.
 
 Rows are pairs in the order of (expert, token); behind them, where there is a shared expert, one row per token for it. The rows
 of an expert are cut into tiles of `step_rows`; the last one takes what is left, up to `max_rows`.
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from server.kernels.launch import pdl_options, wait_for_inputs
 
-_BLOCK_P = 4096
-_BLOCK_ROWS = 32
+_BLOCK_P = 128  # pairs that a program places
 
 
 @dataclass(frozen=True)
@@ -49,163 +48,128 @@ class ExpertPlan:
         return self.tiles.shape[0]
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_tokens"])
-def _sort_kernel(
-    ids_ptr, weights_ptr, pair_of_row_ptr, row_of_pair_ptr, row_weights_ptr, starts_ptr, num_pairs, num_tokens, scaling,
-    E: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (E, or E + 1 with a shared expert): places the pairs of one expert, in order, behind those of lower experts."""
-    expert = tl.program_id(0)
-    o_p = tl.arange(0, BLOCK_P)
-    wait_for_inputs(PDL)
-    if expert == E:
-        for begin in range(0, num_tokens, BLOCK_P):
-            m_t = begin + o_p < num_tokens
-            tl.store(pair_of_row_ptr + num_pairs + begin + o_p, num_pairs + begin + o_p, mask=m_t)
-            tl.store(row_weights_ptr + num_pairs + begin + o_p, 1.0, mask=m_t)
-        tl.store(starts_ptr + E, num_pairs)
-        tl.store(starts_ptr + E + 1, num_pairs + num_tokens)
-        return
-    lower = tl.zeros([BLOCK_P], dtype=tl.int32)
-    for begin in range(0, num_pairs, BLOCK_P):
-        b_ids = tl.load(ids_ptr + begin + o_p, mask=begin + o_p < num_pairs, other=E)
-        lower += (b_ids < expert).to(tl.int32)
-    row = tl.sum(lower, 0)
-    tl.store(starts_ptr + expert, row)
-    for begin in range(0, num_pairs, BLOCK_P):
-        b_ids = tl.load(ids_ptr + begin + o_p, mask=begin + o_p < num_pairs, other=E)
-        is_ours = b_ids == expert
-        place = row + tl.cumsum(is_ours.to(tl.int32), 0) - 1
-        tl.store(pair_of_row_ptr + place, begin + o_p, mask=is_ours)
-        tl.store(row_of_pair_ptr + begin + o_p, place, mask=is_ours)
-        b_weight = tl.load(weights_ptr + begin + o_p, mask=is_ours, other=0.0)
-        tl.store(row_weights_ptr + place, b_weight * scaling, mask=is_ours)
-        row += tl.sum(is_ours.to(tl.int32), 0)
-    tl.store(starts_ptr + E, row, mask=expert == E - 1)
+@triton.jit
+def _count_tiles(rows, STEP_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr):
+    """Tiles of experts with so many rows."""
+    return (tl.maximum(rows - (MAX_ROWS - STEP_ROWS), tl.minimum(rows, 1)) + STEP_ROWS - 1) // STEP_ROWS
 
 
 @triton.jit
-def _tile_kernel(
-    starts_ptr, tiles_ptr, num_tiles_ptr,
-    STEP_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+def _store_tiles(p_tile, expert, first_row, rows, tiles, most_tiles, STEP_ROWS: tl.constexpr):
+    """Cut the rows of each expert into its number of tiles, of which none has more than `most_tiles`."""
+    for i in range(most_tiles):
+        m_tile = i < tiles
+        tl.store(p_tile + i * 4, expert, mask=m_tile)
+        tl.store(p_tile + i * 4 + 1, first_row + i * STEP_ROWS, mask=m_tile)
+        tl.store(p_tile + i * 4 + 2, tl.where(i == tiles - 1, rows - i * STEP_ROWS, STEP_ROWS), mask=m_tile)
+
+
+@triton.jit
+def list_tiles(
+    b_rows, tiles_ptr, num_tiles_ptr, num_pairs, num_tokens,
+    E: tl.constexpr, SHARED: tl.constexpr, STEP_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (1,): cuts the rows of each of EXPERTS experts into tiles."""
-    o_e = tl.arange(0, BLOCK_E)
-    m_e = o_e < EXPERTS
-    wait_for_inputs(PDL)
-    b_start = tl.load(starts_ptr + o_e, mask=m_e, other=0)
-    b_rows = tl.load(starts_ptr + o_e + 1, mask=m_e, other=0) - b_start
-    b_tiles = (tl.maximum(b_rows - (MAX_ROWS - STEP_ROWS), tl.minimum(b_rows, 1)) + STEP_ROWS - 1) // STEP_ROWS
+    """Tiles of all experts, of which the routed ones have b_rows [BLOCK_E]."""
+    b_first = tl.cumsum(b_rows, 0) - b_rows
+    b_tiles = _count_tiles(b_rows, STEP_ROWS, MAX_ROWS)
     p_tile = tiles_ptr + (tl.cumsum(b_tiles, 0) - b_tiles) * 4
-    for i in range(tl.max(b_tiles, 0)):
-        m_tile = i < b_tiles
-        b_height = tl.where(i == b_tiles - 1, b_rows - i * STEP_ROWS, STEP_ROWS)
-        tl.store(p_tile + i * 4, o_e, mask=m_tile)
-        tl.store(p_tile + i * 4 + 1, b_start + i * STEP_ROWS, mask=m_tile)
-        tl.store(p_tile + i * 4 + 2, b_height, mask=m_tile)
-    tl.store(num_tiles_ptr, tl.sum(b_tiles, 0))
-
-
-@triton.jit
-def _permuted(b_x):
-    """Columns [R, C] in the order in which MXFP8 weights enter a product, see `moe_hopper`.
-
-    Bits of a column within 128, high to low: c1 c0 h s1 s0 j1 j0; the same bits as they are stored: h s1 s0 j0 c1 c0 j1.
-    """
-    R: tl.constexpr = b_x.shape[0]
-    C: tl.constexpr = b_x.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(b_x, [R, C // 128, 4, 8, 2, 2]), (0, 1, 3, 5, 2, 4)), [R, C])
-
-
-@triton.jit(do_not_specialize=["num_pairs", "num_rows"])
-def _gather_kernel(
-    x_ptr, pair_of_row_ptr, out_ptr, num_pairs, num_rows, stride_x,
-    H: tl.constexpr, TOPK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
-    PERMUTE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles of rows, tiles of the width): rows of x in expert order, columns in that of `_permuted` if PERMUTE."""
-    o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    m_r = o_r < num_rows
-    wait_for_inputs(PDL)
-    b_pair = tl.load(pair_of_row_ptr + o_r, mask=m_r, other=0)
-    b_token = tl.where(b_pair < num_pairs, b_pair // TOPK, b_pair - num_pairs)
-    m_x = m_r[:, None] & (o_h < H)[None, :]
-    b_x = tl.load(x_ptr + b_token.to(tl.int64)[:, None] * stride_x + o_h[None, :], mask=m_x)
-    if PERMUTE:
-        b_x = _permuted(b_x)
-    tl.store(out_ptr + o_r.to(tl.int64)[:, None] * H + o_h[None, :], b_x, mask=m_x)
+    _store_tiles(p_tile, tl.arange(0, b_rows.shape[0]), b_first, b_rows, b_tiles, tl.max(b_tiles, 0), STEP_ROWS)
+    count = tl.sum(b_tiles, 0)
+    if SHARED:
+        tiles = _count_tiles(num_tokens, STEP_ROWS, MAX_ROWS)
+        _store_tiles(tiles_ptr + count * 4, E, num_pairs, num_tokens, tiles, tiles, STEP_ROWS)
+        count += tiles
+    tl.store(num_tiles_ptr, count)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _combine_kernel(
-    rows_ptr, row_of_pair_ptr, out_ptr, num_pairs,
-    H: tl.constexpr, TOPK: tl.constexpr, SHARED: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (T, tiles of the hidden width): fp32 sum of a token's rows, in the order of its choices."""
-    token = tl.program_id(0)
-    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    m_h = o_h < H
+def _count_kernel(ids_ptr, counts_ptr, num_pairs, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr):
+    """Grid (blocks of pairs,); counts is [blocks, BLOCK_E] int32: how many pairs of a block chose each expert."""
+    o_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    m_p = o_p < num_pairs
     wait_for_inputs(PDL)
-    acc = tl.zeros([BLOCK_H], dtype=tl.float32)
-    for j in tl.static_range(TOPK):
-        row = tl.load(row_of_pair_ptr + token * TOPK + j).to(tl.int64)
-        acc += tl.load(rows_ptr + row * H + o_h, mask=m_h, other=0.0).to(tl.float32)
+    b_counts = tl.histogram(tl.load(ids_ptr + o_p, mask=m_p, other=0), BLOCK_E, mask=m_p)
+    tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), b_counts)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tokens"])
+def _place_kernel(
+    ids_ptr, weights_ptr, counts_ptr, pair_of_row_ptr, row_of_pair_ptr, row_weights_ptr, tiles_ptr, num_tiles_ptr,
+    num_pairs, num_tokens, scaling,
+    E: tl.constexpr, SHARED: tl.constexpr, STEP_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of pairs,): places a block's pairs behind those of lower experts and of earlier blocks.
+
+    The first program lists tiles. Pairs are compared, and counts read, BLOCK_Q at a time.
+    """
+    block, num_blocks = tl.program_id(0), tl.num_programs(0)
+    begin = block * BLOCK_P
+    o_p = begin + tl.arange(0, BLOCK_P)
+    m_p = o_p < num_pairs
+    o_e = tl.arange(0, BLOCK_E)[None, :]
+    wait_for_inputs(PDL)
+    b_ids = tl.load(ids_ptr + o_p, mask=m_p, other=0)
+    b_weights = tl.load(weights_ptr + o_p, mask=m_p, other=0.0)
+    b_all = tl.zeros([BLOCK_Q, BLOCK_E], dtype=tl.int32)
+    b_before = tl.zeros([BLOCK_Q, BLOCK_E], dtype=tl.int32)
+    for first in range(0, num_blocks, BLOCK_Q):
+        o_b = first + tl.arange(0, BLOCK_Q)[:, None]
+        b_counts = tl.load(counts_ptr + o_b * BLOCK_E + o_e, mask=o_b < num_blocks, other=0)
+        b_all += b_counts
+        b_before += tl.where(o_b < block, b_counts, 0)
+    b_rows = tl.sum(b_all, 0)
+    b_row = tl.gather(tl.cumsum(b_rows, 0) - b_rows + tl.sum(b_before, 0), b_ids, 0)
+    for first in range(begin, begin + BLOCK_P, BLOCK_Q):
+        o_q = first + tl.arange(0, BLOCK_Q)
+        b_other = tl.load(ids_ptr + o_q, mask=o_q < num_pairs, other=-1)
+        is_earlier = (b_other[:, None] == b_ids[None, :]) & (o_q[:, None] < o_p[None, :])
+        b_row += tl.sum(is_earlier.to(tl.int32), 0)
+    tl.store(row_of_pair_ptr + o_p, b_row, mask=m_p)
+    tl.store(pair_of_row_ptr + b_row, o_p, mask=m_p)
+    tl.store(row_weights_ptr + b_row, b_weights * scaling, mask=m_p)
     if SHARED:
-        acc += tl.load(rows_ptr + (num_pairs + token).to(tl.int64) * H + o_h, mask=m_h, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token.to(tl.int64) * H + o_h, acc.to(out_ptr.dtype.element_ty), mask=m_h)
+        m_t = o_p < num_tokens
+        tl.store(pair_of_row_ptr + num_pairs + o_p, num_pairs + o_p, mask=m_t)
+        tl.store(row_weights_ptr + num_pairs + o_p, 1.0, mask=m_t)
+    if block == 0:
+        list_tiles(b_rows, tiles_ptr, num_tiles_ptr, num_pairs, num_tokens, E, SHARED, STEP_ROWS, MAX_ROWS)
 
 
-def plan_experts(
-    expert_ids: Tensor, weights: Tensor, scaling: float, num_experts: int, has_shared: bool, step_rows: int, max_rows: int
-) -> ExpertPlan:
-    """Sort [T, k] choices among `num_experts` routed experts; a shared expert has the number behind them."""
-    num_tokens = expert_ids.shape[0]
-    num_pairs, device = expert_ids.numel(), expert_ids.device
+def histogram_size(num_experts: int) -> int:
+    """Bins of a histogram over experts: a power of two that a warp can share out."""
+    return 1 << max(5, (num_experts - 1).bit_length())
+
+
+def empty_plan(expert_ids: Tensor, num_experts: int, has_shared: bool, step_rows: int) -> ExpertPlan:
+    """Room for the plan of [T, k] choices."""
+    num_tokens, num_pairs, device = expert_ids.shape[0], expert_ids.numel(), expert_ids.device
     num_rows = num_pairs + (num_tokens if has_shared else 0)
     max_tiles = min(num_pairs, num_experts + num_pairs // step_rows)
     if has_shared:
         max_tiles += triton.cdiv(num_tokens, step_rows)
-    plan = ExpertPlan(
+    return ExpertPlan(
         pair_of_row=torch.empty((num_rows,), dtype=torch.int32, device=device),
         row_of_pair=torch.empty((num_pairs,), dtype=torch.int32, device=device),
         row_weights=torch.empty((num_rows,), dtype=torch.float32, device=device),
         tiles=torch.empty((max_tiles, 4), dtype=torch.int32, device=device),
         num_tiles=torch.empty((1,), dtype=torch.int32, device=device),
     )
-    starts = torch.empty((num_experts + 2,), dtype=torch.int32, device=device)
+
+
+def plan_experts(
+    expert_ids: Tensor, weights: Tensor, scaling: float, num_experts: int, has_shared: bool, step_rows: int, max_rows: int
+) -> ExpertPlan:
+    """Sort [T, k] choices among `num_experts` routed experts; a shared expert has the number behind them."""
+    plan = empty_plan(expert_ids, num_experts, has_shared, step_rows)
+    num_pairs, device = expert_ids.numel(), expert_ids.device
+    num_blocks, block_e = triton.cdiv(num_pairs, _BLOCK_P), histogram_size(num_experts)
+    counts = torch.empty((num_blocks, block_e), dtype=torch.int32, device=device)
     pdl = pdl_options(device)
-    block_p = min(_BLOCK_P, triton.next_power_of_2(num_pairs))
-    _sort_kernel[(num_experts + has_shared,)](
-        expert_ids, weights, plan.pair_of_row, plan.row_of_pair, plan.row_weights, starts, num_pairs, num_tokens, scaling,
-        E=num_experts, BLOCK_P=block_p, num_warps=min(8, max(1, block_p // 128)), **pdl,
-    )  # fmt: skip
-    _tile_kernel[(1,)](
-        starts, plan.tiles, plan.num_tiles, STEP_ROWS=step_rows, MAX_ROWS=max_rows, EXPERTS=num_experts + has_shared,
-        BLOCK_E=triton.next_power_of_2(num_experts + has_shared), **pdl,
+    _count_kernel[(num_blocks,)](expert_ids, counts, num_pairs, BLOCK_E=block_e, BLOCK_P=_BLOCK_P, **pdl)
+    _place_kernel[(num_blocks,)](
+        expert_ids, weights, counts, plan.pair_of_row, plan.row_of_pair, plan.row_weights, plan.tiles, plan.num_tiles,
+        num_pairs, expert_ids.shape[0], scaling, E=num_experts, SHARED=has_shared, STEP_ROWS=step_rows, MAX_ROWS=max_rows,
+        BLOCK_E=block_e, BLOCK_P=_BLOCK_P, BLOCK_Q=32, **pdl,
     )  # fmt: skip
     return plan
-
-
-def gather_rows(x: Tensor, plan: ExpertPlan, topk: int, permute: bool) -> Tensor:
-    """Rows [R, H] of x [T, H] in expert order, with permuted columns if `permute`."""
-    out = x.new_empty((plan.num_rows, x.shape[1]))
-    block_h = min(512, triton.next_power_of_2(x.shape[1]))
-    grid = (triton.cdiv(plan.num_rows, _BLOCK_ROWS), triton.cdiv(x.shape[1], block_h))
-    _gather_kernel[grid](
-        x, plan.pair_of_row, out, plan.row_of_pair.shape[0], plan.num_rows, x.stride(0), H=x.shape[1], TOPK=topk,
-        BLOCK_R=_BLOCK_ROWS, BLOCK_H=block_h, PERMUTE=permute, num_warps=8, **pdl_options(x.device),
-    )  # fmt: skip
-    return out
-
-
-def combine_rows(rows: Tensor, plan: ExpertPlan, topk: int, has_shared: bool) -> Tensor:
-    """Sums [T, H] of the rows [R, H] of each token."""
-    num_pairs, hidden = plan.row_of_pair.shape[0], rows.shape[1]
-    out = rows.new_empty((num_pairs // topk, hidden))
-    block_h = min(1024, triton.next_power_of_2(hidden))
-    _combine_kernel[(out.shape[0], triton.cdiv(hidden, block_h))](
-        rows, plan.row_of_pair, out, num_pairs, H=hidden, TOPK=topk, SHARED=has_shared, BLOCK_H=block_h,
-        **pdl_options(rows.device),
-    )  # fmt: skip
-    return out

@@ -6,7 +6,8 @@ from torch import Tensor
 from server.kernels.moe_configs import few_configs, few_mxfp8_tiles, grouped_config, hopper_configs
 from server.kernels.moe_few import MAX_PAIRS, few_down, few_gate_up
 from server.kernels.moe_grouped import grouped_down, grouped_gate_up
-from server.kernels.moe_plan import combine_rows, gather_rows, plan_experts
+from server.kernels.moe_plan import plan_experts
+from server.kernels.moe_rows import combine_rows, sort_rows
 from server.kernels.moe_tiles import Activation, Weight, stored
 from server.kernels.mxfp8 import Mxfp8Weight
 
@@ -45,8 +46,9 @@ def moe_triton(
         from server.kernels.moe_hopper import grouped_hopper
 
         first, second = hopper_configs(rows_per_expert, is_mxfp8)
-        plan = plan_experts(expert_ids, weights, scaling, num_routed, has_shared, first.step_rows, first.sizes[-1])
-        rows = gather_rows(x, plan, topk, permute=is_mxfp8)
+        plan, rows = sort_rows(
+            x, expert_ids, weights, scaling, num_routed, has_shared, first.step_rows, first.sizes[-1], permute=is_mxfp8
+        )
         act = grouped_hopper(rows, w13, plan, activation, first)
         return combine_rows(grouped_hopper(act, w2, plan, None, second), plan, topk, has_shared)
     block_m, config = grouped_config(rows_per_expert, x.element_size())

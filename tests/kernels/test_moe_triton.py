@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from server.kernels import moe_rows
 from server.kernels import moe_triton as dispatch
 from server.kernels.moe_configs import TileConfig
 from server.kernels.moe_plan import plan_experts
-from server.kernels.moe_router import route_triton
+from server.kernels.moe_router import RouterConfig, partial_logits, route_triton
+from server.kernels.moe_rows import sort_rows
 from server.kernels.moe_triton import moe_triton
 from server.kernels.mxfp8 import Mxfp8Weight
 from tests.kernels.moe_reference import ACTIVATION, expected_moe, expected_route, normal, random_mxfp8, routing
@@ -43,6 +45,14 @@ def test_router(num_tokens, num_experts, topk):
     chosen, expected = expected_route(x, weight, bias, topk)
     assert torch.equal(expert_ids.long().cpu(), chosen.cpu())
     torch.testing.assert_close(weights.double(), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("config", [RouterConfig(16, 16, 32, 2), RouterConfig(32, 16, 32, 1), RouterConfig(2, 4, 64)])
+def test_partial_logits_add_up_to_the_product(config):
+    x, weight = normal(37, 120).bfloat16().float().to(DEVICE), normal(20, 120, seed=1).to(DEVICE)
+    partial = partial_logits(x, weight, config)
+    assert partial.shape == (-(-120 // (config.block_k * max(1, config.num_steps))), 37, 20)
+    assert relative_error(partial.sum(0), x.double() @ weight.double().T) < 1e-6
 
 
 def test_router_ties_go_to_the_lower_expert():
@@ -108,23 +118,52 @@ def test_no_tokens():
     assert route_triton(x, torch.zeros(4, 64, device=DEVICE), torch.zeros(4, device=DEVICE), 2)[0].shape == (0, 2)
 
 
+def check_plan(plan, expert_ids, weights, num_experts, has_shared, max_rows):
+    """Rows in the order of (expert, token), and every row in one tile of its expert; returns the pair of each row."""
+    num_tokens = len(expert_ids) if has_shared else 0
+    flat = torch.cat([expert_ids.flatten(), torch.full((num_tokens,), num_experts)])
+    order = flat.argsort(stable=True)
+    assert torch.equal(plan.pair_of_row.cpu().long(), order)
+    assert torch.equal(plan.row_of_pair.cpu().long(), order.argsort()[: expert_ids.numel()])
+    expected = torch.cat([weights.flatten() * 2.0, torch.ones(num_tokens)])
+    assert torch.equal(plan.row_weights.cpu(), expected[order])
+    tiles = plan.tiles[: int(plan.num_tiles)].tolist()
+    assert len(tiles) <= plan.max_tiles
+    covered = []
+    for expert, first, rows, _ in tiles:
+        assert 0 < rows <= max_rows
+        assert set(flat[order[first : first + rows]].tolist()) == {expert}
+        covered += range(first, first + rows)
+    assert covered == list(range(plan.num_rows))
+    return order
+
+
 @pytest.mark.parametrize("kind", ["random", "one expert", "few experts"])
 @pytest.mark.parametrize(("num_tokens", "has_shared"), [(1, True), (33, False), (130, True)])
 def test_plan_covers_every_row_once_in_tiles_of_one_expert(kind, num_tokens, has_shared):
     num_experts, topk = 7, 2
     expert_ids, weights = routing(kind, num_tokens, num_experts, topk)
     plan = plan_experts(expert_ids.to(DEVICE), weights.to(DEVICE), 2.0, num_experts, has_shared, 16, 24)
-    flat = torch.cat([expert_ids.flatten(), torch.full((num_tokens if has_shared else 0,), num_experts)])
-    order = flat.argsort(stable=True)
-    assert torch.equal(plan.pair_of_row.cpu().long(), order)
-    assert torch.equal(plan.row_of_pair.cpu().long(), order.argsort()[: expert_ids.numel()])
-    expected = torch.cat([weights.flatten() * 2.0, torch.ones(num_tokens if has_shared else 0)])
-    assert torch.equal(plan.row_weights.cpu(), expected[order])
-    tiles = plan.tiles[: int(plan.num_tiles)].tolist()
-    assert len(tiles) <= plan.max_tiles
-    covered = []
-    for expert, first, rows, _ in tiles:
-        assert 0 < rows <= 24
-        assert set(flat[order[first : first + rows]].tolist()) == {expert}
-        covered += range(first, first + rows)
-    assert covered == list(range(plan.num_rows))
+    check_plan(plan, expert_ids, weights, num_experts, has_shared, 24)
+
+
+@pytest.mark.parametrize("max_at_once", [0, 1024])
+@pytest.mark.parametrize("kind", ["random", "one expert", "few experts"])
+@pytest.mark.parametrize(
+    ("num_tokens", "topk", "has_shared", "permute"),
+    [(1, 4, True, False), (5, 3, False, True), (33, 1, True, True), (90, 3, True, False)],
+)
+def test_rows_are_sorted_in_one_launch_as_in_two(monkeypatch, max_at_once, kind, num_tokens, topk, has_shared, permute):
+    monkeypatch.setattr(moe_rows, "_MAX_PAIRS_AT_ONCE", max_at_once)
+    num_experts, hidden = 7, 384
+    expert_ids, weights = routing(kind, num_tokens, num_experts, topk)
+    x = normal(num_tokens, hidden + 8)[:, :hidden]
+    plan, rows = sort_rows(
+        x.to(DEVICE), expert_ids.to(DEVICE), weights.to(DEVICE), 2.0, num_experts, has_shared, 16, 24, permute
+    )
+    pair = check_plan(plan, expert_ids, weights, num_experts, has_shared, 24)
+    token = torch.where(pair < num_tokens * topk, pair // topk, pair - num_tokens * topk)
+    columns = torch.arange(hidden)
+    if permute:  # bits of a column within 128, high to low: c1 c0 h s1 s0 j1 j0; stored as h s1 s0 j0 c1 c0 j1
+        columns = columns.view(-1, 4, 2, 4, 2, 2).permute(0, 2, 3, 5, 1, 4).flatten()
+    assert torch.equal(rows.cpu(), x[token][:, columns])
