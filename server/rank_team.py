@@ -20,6 +20,7 @@ from server.messages import StartFailed
 from server.model.ranks import OneRank, Ranks
 from server.model.runner import ModelRunner
 from server.model.shard import Shard
+from server.parent_death import stacks_signal_blocked
 from server.rank_group import RankGroup
 from server.rank_plans import STOP, LeadRunner
 from server.transport import EngineChannel
@@ -64,7 +65,8 @@ class RankTeam:
         if self._world == 1:
             return OneRank()
         for rank in range(1, self._world):
-            worker = subprocess.Popen([*WORKER_COMMAND, str(rank), str(os.getpid())], stdin=subprocess.PIPE)
+            with stacks_signal_blocked():
+                worker = subprocess.Popen([*WORKER_COMMAND, str(rank), str(os.getpid())], stdin=subprocess.PIPE)
             self._workers.append(worker)
             threading.Thread(target=self._watch, args=(rank, worker), name=f"rank {rank} watch", daemon=True).start()
             assert worker.stdin is not None

@@ -5,8 +5,6 @@ It decides nothing: not which steps are run, not which tokens are chosen, not wh
 ends it.
 """
 
-import ctypes
-import faulthandler
 import logging
 import os
 import signal
@@ -16,16 +14,14 @@ from collections.abc import Sequence
 from server.engine_launch import EngineLaunch
 from server.engine_pixels import open_pixels
 from server.engine_setup import StartError, build, choose_device
-from server.heartbeat import STACKS_SIGNAL
 from server.model.progress import NoProgress
 from server.model.shard import Shard
+from server.parent_death import end_with_parent
 from server.rank_group import RankGroup
 from server.rank_plans import follow
 from server.rank_team import reason_file_of, store_of
 
 logger = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1
 
 
 def run(launch: EngineLaunch, rank: int) -> None:
@@ -41,9 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run one rank and return the exit code; the arguments are its number and the process id of rank 0."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # A rank 0 that is gone may have hung: the signal prints where this rank was, and ends it, whatever it waits for.
-    faulthandler.register(STACKS_SIGNAL, chain=True)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, STACKS_SIGNAL, 0, 0, 0)
+    end_with_parent()  # a rank 0 that is gone may have hung
     rank, parent = map(int, arguments)
     if os.getppid() != parent:
         return 1  # it was gone before the kernel was asked
