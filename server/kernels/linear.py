@@ -1,7 +1,7 @@
 """Products with weights that are plain tensors or MXFP8.
 
-On a Hopper GPU few tokens take a kernel that is as fast as it reads the weight; many tokens take cuBLAS for bf16 weights and a
-kernel of ours for MXFP8 ones.
+On a Hopper GPU few tokens take a kernel that is as fast as it reads the weight; more take cuBLAS for bf16 weights and, by their
+number, one of two kernels of ours for MXFP8 ones.
 """
 
 import torch
@@ -31,9 +31,12 @@ def linear(x: Tensor, weight: Tensor | Mxfp8Weight) -> Tensor:
         return linear_torch(x, weight)
     from server.kernels.linear_few import linear_few, max_tokens
     from server.kernels.linear_hopper import linear_hopper
+    from server.kernels.linear_narrow import MAX_TOKENS, STEP, linear_narrow
 
     if x.shape[0] <= max_tokens(weight):
         return linear_few(x, weight)
+    if isinstance(weight, Mxfp8Weight) and x.shape[0] <= MAX_TOKENS and x.shape[1] % STEP == 0:
+        return linear_narrow(x, weight)
     if isinstance(weight, Mxfp8Weight) and weight.shape[0] % 8 == 0:
         return linear_hopper(x, weight)
     return linear_torch(x, weight)

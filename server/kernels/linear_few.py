@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from server.kernels.few_operands import add_bf16, add_mxfp8
 from server.kernels.launch import pdl_options, wait_for_inputs
+from server.kernels.linear_narrow import STEP
 from server.kernels.mxfp8 import Mxfp8Weight
 
 
@@ -117,6 +118,8 @@ def max_tokens(weight: Tensor | Mxfp8Weight) -> int:
     """Tokens up to which `linear_few` is the fastest, measured on an H200 (docs/quantization.md)."""
     num_rows, num_inputs = weight.shape
     if isinstance(weight, Mxfp8Weight):
+        if num_inputs % STEP == 0:
+            return 8  # more are for `linear_narrow`
         return 32 if num_inputs <= 2048 else 16
     if num_rows * num_inputs < 20 << 20:
         return 8

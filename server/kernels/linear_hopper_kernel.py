@@ -22,24 +22,22 @@ from server.kernels.mxfp8 import scale_e4m3_pairs
 
 @gluon.jit
 def _place(tile, num_row_tiles, num_token_tiles, BAND: gl.constexpr):
-    """Row tile, token tile, split: through bands of row tiles, so that programs at work share rows and tokens in the cache."""
-    i_s = tile // (num_row_tiles * num_token_tiles)
-    tile = tile % (num_row_tiles * num_token_tiles)
+    """Row tile and token tile: through bands of row tiles, so that programs at work share rows and tokens in the cache."""
     per_band = BAND * num_token_tiles
     first = tile // per_band * BAND
     size = gl.minimum(num_row_tiles - first, BAND)
-    return first + tile % per_band % size, tile % per_band // size, i_s
+    return first + tile % per_band % size, tile % per_band // size
 
 
 @gluon.jit
 def _copy_tiles(
-    w_desc, x_desc, w_bufs, x_bufs, ready, empty, num_row_tiles, num_token_tiles, num_tiles, num_steps,
+    w_desc, x_desc, w_bufs, x_bufs, ready, empty, num_row_tiles, num_token_tiles, num_steps,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     i = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        i_n, i_t, i_s = _place(tile, num_row_tiles, num_token_tiles, BAND)
-        for step in range(i_s * num_steps, (i_s + 1) * num_steps):
+    for tile in range(gl.program_id(0), num_row_tiles * num_token_tiles, gl.num_programs(0)):
+        i_n, i_t = _place(tile, num_row_tiles, num_token_tiles, BAND)
+        for step in range(num_steps):
             stage = i % STAGES
             mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(stage), 2 * w_desc.block_type.nbytes + x_desc.block_type.nbytes)
@@ -79,10 +77,9 @@ def _step(a, acc, scales, i, p_scales, num_left, inside, o_group, w_bufs, x_bufs
 
 @gluon.jit
 def _multiply_tiles(
-    scales_ptr, out_desc, partial_ptr, w_bufs, x_bufs, out_buf, ready, empty, num_row_tiles, num_token_tiles, num_tiles,
-    num_steps, T, N, K,
+    scales_ptr, out_desc, w_bufs, x_bufs, out_buf, ready, empty, num_row_tiles, num_token_tiles, num_steps, N, K,
     HALF: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
-    BAND: gl.constexpr, SPLIT: gl.constexpr,
+    BAND: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = STEP // 32
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
@@ -98,12 +95,11 @@ def _multiply_tiles(
     o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))[:, None]
     o_group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, s_layout))[None, :]
     i = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        i_n, i_t, i_s = _place(tile, num_row_tiles, num_token_tiles, BAND)
+    for tile in range(gl.program_id(0), num_row_tiles * num_token_tiles, gl.num_programs(0)):
+        i_n, i_t = _place(tile, num_row_tiles, num_token_tiles, BAND)
         row = i_n * (2 * ROWS) + HALF * ROWS
-        skipped = i_s * num_steps * GROUPS
-        p_scales = scales_ptr + (row + o_row).to(gl.int64) * (K // 32) + skipped + o_group
-        num_groups = K // 32 - skipped
+        p_scales = scales_ptr + (row + o_row).to(gl.int64) * (K // 32) + o_group
+        num_groups = K // 32
         inside = row + o_row < N
         scales = gl.load(p_scales, mask=inside & (o_group < num_groups), other=0)
         next_scales = gl.load(p_scales + GROUPS, mask=inside & (o_group < num_groups - GROUPS), other=0)
@@ -129,31 +125,26 @@ def _multiply_tiles(
         acc, b = warpgroup_mma_wait(0, deps=(product, b))
         mbarrier.arrive(empty.index((i + 1) % STAGES))
         i += 2
-        if SPLIT:
-            o_n = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))[:, None]
-            o_t = i_t * TOKENS + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, mma))[None, :]
-            gl.store(partial_ptr + (i_s * T + o_t).to(gl.int64) * N + o_n, acc, mask=(o_n < N) & (o_t < T))
-        else:
-            tma.store_wait(0)
-            out_buf.permute((1, 0)).store(acc.to(out_desc.dtype))
-            fence_async_shared()
-            store_tile(out_desc, [i_t * TOKENS, row], out_buf)
+        tma.store_wait(0)
+        out_buf.permute((1, 0)).store(acc.to(out_desc.dtype))
+        fence_async_shared()
+        store_tile(out_desc, [i_t * TOKENS, row], out_buf)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["T", "num_row_tiles", "num_token_tiles", "num_tiles", "num_steps"])
+@gluon.jit(do_not_specialize=["num_row_tiles", "num_token_tiles", "num_steps"])
 def linear_hopper_kernel(
-    w_desc, scales_ptr, x_desc, out_desc, partial_ptr, T, N, K, num_row_tiles, num_token_tiles, num_tiles, num_steps,
+    w_desc, scales_ptr, x_desc, out_desc, N, K, num_row_tiles, num_token_tiles, num_steps,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
-    SPLIT: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One-dimensional grid; program i takes the tiles i, i + programs, ... of [2 * ROWS, TOKENS] outputs.
 
-    With SPLIT a tile has `num_steps` steps of the inputs only, and sums go to `partial` [splits, T, N] fp32.
+    `num_steps`, of STEP inputs each, is even; what lies behind the last input is zero.
     """
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, ROWS, STEP // 2], w_desc.layout)
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, STEP], x_desc.layout)
-    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2, 8 if SPLIT else TOKENS, ROWS], out_desc.layout)
+    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2, TOKENS, ROWS], out_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -164,21 +155,21 @@ def linear_hopper_kernel(
             (
                 _multiply_tiles,
                 (
-                    scales_ptr, out_desc, partial_ptr, w_bufs, x_bufs, out_bufs.index(0), ready, empty, num_row_tiles,
-                    num_token_tiles, num_tiles, num_steps, T, N, K, 0, ROWS, TOKENS, STEP, STAGES, BAND, SPLIT,
+                    scales_ptr, out_desc, w_bufs, x_bufs, out_bufs.index(0), ready, empty, num_row_tiles, num_token_tiles,
+                    num_steps, N, K, 0, ROWS, TOKENS, STEP, STAGES, BAND,
                 ),
             ),
             (
                 _multiply_tiles,
                 (
-                    scales_ptr, out_desc, partial_ptr, w_bufs, x_bufs, out_bufs.index(1), ready, empty, num_row_tiles,
-                    num_token_tiles, num_tiles, num_steps, T, N, K, 1, ROWS, TOKENS, STEP, STAGES, BAND, SPLIT,
+                    scales_ptr, out_desc, w_bufs, x_bufs, out_bufs.index(1), ready, empty, num_row_tiles, num_token_tiles,
+                    num_steps, N, K, 1, ROWS, TOKENS, STEP, STAGES, BAND,
                 ),
             ),
             (
                 _copy_tiles,
                 (
-                    w_desc, x_desc, w_bufs, x_bufs, ready, empty, num_row_tiles, num_token_tiles, num_tiles, num_steps,
+                    w_desc, x_desc, w_bufs, x_bufs, ready, empty, num_row_tiles, num_token_tiles, num_steps,
                     ROWS, TOKENS, STEP, STAGES, BAND,
                 ),
             ),
