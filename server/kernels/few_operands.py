@@ -12,9 +12,12 @@ registers what a loop carries.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from server.kernels.mxfp8 import scale_e4m3_words, scale_e4m3_words_once
+
+copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 @gluon.jit

@@ -39,12 +39,14 @@ class FewTile:
         chunks: chunks of 64 inputs per warp and round.
         warps: each has chunks of its own.
         registers: most that a thread may use, so that more programs fit on a multiprocessor; None is up to the compiler.
+        stages: of the second product: rounds of weights in flight through shared memory; 0 for two in registers.
     """
 
     octets: int
     chunks: int
     warps: int
     registers: int | None = None
+    stages: int = 0
 
     def options(self) -> dict[str, int | None]:
         """Constants and launch options of a kernel."""
@@ -86,14 +88,17 @@ def few_configs(num_tokens: int, width: int) -> tuple[TileConfig, TileConfig] | 
 
 
 def few_mxfp8_tiles(num_tokens: int, width: int) -> tuple[FewTile, FewTile] | None:
-    """Tiles of both products with MXFP8 weights on Hopper, as measured on an H200; None where sorting tokens is as fast."""
-    if width >= 1024:
-        return (FewTile(2, 2, 4), FewTile(2, 1, 8, 80)) if num_tokens <= 2 else None
+    """Tiles of both products with MXFP8 weights on Hopper, as measured on an H200; None where sorting tokens is as fast.
+
+    Of the first product's tiles, that one is the fastest whose programs fill the device a whole number of times.
+    """
     if num_tokens > 8:
         return None
-    if num_tokens == 1:
-        return FewTile(2, 2, 8), FewTile(4, 1, 8, 128)
-    return (FewTile(2, 1, 4) if num_tokens <= 4 else FewTile(2, 2, 4)), FewTile(4, 1, 8, 128)
+    if width >= 1024:
+        return FewTile(2, 2, 4), FewTile(2, 1, 8, 80, 4)
+    if num_tokens in (3, 4):
+        return FewTile(2, 1, 4), FewTile(4, 1, 8, 128)
+    return FewTile(2, 2, 8 if num_tokens == 1 else 4), FewTile(4, 1, 8, 128)
 
 
 def grouped_config(rows_per_expert: float, element_size: int) -> tuple[int, TileConfig]:

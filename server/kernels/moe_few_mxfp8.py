@@ -1,4 +1,4 @@
-"""Experts of a few tokens (up to 16) with MXFP8 weights on Hopper: no sorting, as long as the touched experts take to read.
+"""Experts of a few tokens (up to 8) with MXFP8 weights on Hopper: no sorting, as long as the touched experts take to read.
 
 Two launches like those of `moe_few`, multiplied as `few_operands` says. In the first product eight gate rows and the eight up
 rows that belong to them are one tile, so that SwiGLU-OAI finds both in one program; the weight of a choice goes into the
@@ -18,6 +18,8 @@ from server.kernels.moe_few_mxfp8_up import few_gate_up_kernel
 from server.kernels.moe_tiles import Activation
 from server.kernels.mxfp8 import Mxfp8Weight
 
+MAX_TOKENS = 8
+
 
 @dataclass(frozen=True)
 class FewMxfp8Activations:
@@ -36,22 +38,16 @@ class FewMxfp8Activations:
     table: Tensor
 
     def constants(self) -> dict[str, int]:
-        """Constants of both kernels: by octets of tokens, so that not every number of them needs a program of its own."""
-        num_tokens, topk = self.expert_ids.shape
-        max_tokens = triton.cdiv(num_tokens, 8) * 8
-        return {
-            "TOPK": topk,
-            "HAS_SHARED": int(self.has_shared),
-            "MAX_TOKENS": max_tokens,
-            "MAX_PAIRS": triton.next_power_of_2(max_tokens * topk),
-        }
+        """Constants of both kernels, which do not depend on the number of tokens."""
+        topk = self.expert_ids.shape[1]
+        return {"TOPK": topk, "HAS_SHARED": int(self.has_shared), "MAX_PAIRS": triton.next_power_of_2(MAX_TOKENS * topk)}
 
 
 def few_gate_up_mxfp8(
     x: Tensor, w13: Mxfp8Weight, expert_ids: Tensor, weights: Tensor, activation: Activation, scaling: float, has_shared: bool,
     tile: FewTile,
 ) -> FewMxfp8Activations:  # fmt: skip
-    """The first product of up to 16 tokens; rows of `x` begin on 16 bytes, width and hidden width are multiples of 128."""
+    """The first product of up to MAX_TOKENS tokens; rows of `x` begin on 16 bytes, both widths are multiples of 128."""
     num_tokens, topk = expert_ids.shape
     num_experts, width, hidden = w13.shape[0], w13.shape[1] // 2, w13.shape[2]
     num_slots = num_tokens * topk + has_shared
@@ -76,6 +72,6 @@ def few_down_mxfp8(found: FewMxfp8Activations, w2: Mxfp8Weight, tile: FewTile) -
     few_down_kernel[(hidden // (8 * tile.octets),)](
         found.act.view(torch.int32), w2.values.view(torch.int32), w2.scales, found.expert_ids, found.table, out, num_tokens,
         num_tokens * topk, num_experts - 1,
-        H=hidden, WIDTH=width, **found.constants(), **tile.options(), **pdl_options(out.device),
+        H=hidden, WIDTH=width, S=tile.stages, **found.constants(), **tile.options(), **pdl_options(out.device),
     )  # fmt: skip
     return out

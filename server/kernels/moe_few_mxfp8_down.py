@@ -6,18 +6,19 @@
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from server.kernels.few_operands import add_mxfp8, places, scale_layout, word_layout
+from server.kernels.few_operands import add_mxfp8, copy_async, places, scale_layout, word_layout
 from server.kernels.launch import wait_for_inputs
 
 
 @gluon.jit(do_not_specialize=["T", "num_pairs", "shared_expert"])
 def few_down_kernel(
     act_ptr, w_ptr, scales_ptr, ids_ptr, table_ptr, out_ptr, T, num_pairs, shared_expert,
-    H: gl.constexpr, WIDTH: gl.constexpr, TOPK: gl.constexpr, HAS_SHARED: gl.constexpr, MAX_TOKENS: gl.constexpr,
-    MAX_PAIRS: gl.constexpr, J: gl.constexpr, C: gl.constexpr, B: gl.constexpr, PDL: gl.constexpr,
+    H: gl.constexpr, WIDTH: gl.constexpr, TOPK: gl.constexpr, HAS_SHARED: gl.constexpr, MAX_PAIRS: gl.constexpr,
+    J: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (H / 8 J,); out is [T, H]. Two rounds of inputs are in flight, in registers that take turns.
+    """Grid (H / 8 J,); out is [T, H].
 
     Choices are read before the wait for the first product: its programs wait for whatever wrote them, and let this kernel start
     only afterwards.
@@ -26,16 +27,33 @@ def few_down_kernel(
     s_layout: gl.constexpr = scale_layout(B)
     num_experts = _list_experts(ids_ptr, table_ptr, T, num_pairs, shared_expert, TOPK, HAS_SHARED, MAX_PAIRS, B)
     num_chunks = num_experts * (WIDTH // 64)
-    num_rounds = (num_chunks + C * B - 1) // (C * B)
 
     i_n = gl.program_id(0) * (8 * J)
     w_row = i_n + places(J, 0, w_layout) * 8 + places(8, 2, w_layout)
     s_row = i_n + places(J, 0, s_layout) * 8 + places(8, 2, s_layout)
     p_w = w_ptr + (w_row * (WIDTH // 4) + places(16, 3, w_layout))
     p_s = scales_ptr + (s_row * (WIDTH // 32) + places(4, 3, s_layout) // 2)
-    token = places(MAX_TOKENS // 8, 0, w_layout) * 8 + places(8, 2, w_layout)
+    token = places(8, 2, w_layout)
     p_act = act_ptr + (token * (WIDTH // 2) + places(16, 3, w_layout) // 4 * 8 + places(16, 3, w_layout) % 4)
 
+    sums = gl.zeros([B, J * 8, 8], gl.float32, layout=gl.NVMMADistributedLayout([2, 0], [B, 1, 1], [1, 16, 8]))
+    if S == 0:
+        sums = _add_from_registers(sums, p_w, p_s, p_act, table_ptr, token, T, num_experts, num_chunks, H, WIDTH, C, B, PDL)
+    else:
+        sums = _add_from_ring(sums, p_w, p_s, p_act, table_ptr, token, T, num_experts, num_chunks, H, WIDTH, J, C, B, S, PDL)
+    out = gl.sum(sums, 0)
+    o_n = i_n + gl.arange(0, J * 8, layout=gl.SliceLayout(1, out.type.layout))[:, None]
+    o_t = gl.arange(0, 8, layout=gl.SliceLayout(0, out.type.layout))[None, :]
+    gl.store(out_ptr + (o_t * H + o_n), out.to(gl.bfloat16), mask=o_t < T)
+
+
+@gluon.jit
+def _add_from_registers(
+    sums, p_w, p_s, p_act, table_ptr, token, T, num_experts, num_chunks,
+    H: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr, B: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Add the products of all rounds; weights are loaded two rounds ahead, into registers that take turns."""
+    num_rounds = (num_chunks + C * B - 1) // (C * B)
     entry_a = _entry(table_ptr, 0, num_experts, WIDTH // 64, C, B)
     entry_b = _entry(table_ptr, 1, num_experts, WIDTH // 64, C, B)
     weights_a, scales_a = _load_weights(p_w, p_s, entry_a, 0, H, WIDTH, C, B)
@@ -45,7 +63,6 @@ def few_down_kernel(
     first_b, last_b = _load_act(p_act, entry_b, 1, token, T, num_chunks, WIDTH, C, B)
     entry_a = _entry(table_ptr, 2, num_experts, WIDTH // 64, C, B)
     entry_b = _entry(table_ptr, 3, num_experts, WIDTH // 64, C, B)
-    sums = gl.zeros([B, J * 8, MAX_TOKENS], gl.float32, layout=gl.NVMMADistributedLayout([2, 0], [B, 1, 1], [1, 16, 8]))
     for i_round in range(2, num_rounds, 2):
         sums = add_mxfp8(weights_a, scales_a, first_a, last_a, sums, C)
         weights_a, scales_a = _load_weights(p_w, p_s, entry_a, i_round, H, WIDTH, C, B)
@@ -56,11 +73,46 @@ def few_down_kernel(
         first_b, last_b = _load_act(p_act, entry_b, i_round + 1, token, T, num_chunks, WIDTH, C, B)
         entry_b = _entry(table_ptr, i_round + 3, num_experts, WIDTH // 64, C, B)
     sums = add_mxfp8(weights_a, scales_a, first_a, last_a, sums, C)
-    sums = add_mxfp8(weights_b, scales_b, first_b, last_b, sums, C)
-    out = gl.sum(sums, 0)
-    o_n = i_n + gl.arange(0, J * 8, layout=gl.SliceLayout(1, out.type.layout))[:, None]
-    o_t = gl.arange(0, MAX_TOKENS, layout=gl.SliceLayout(0, out.type.layout))[None, :]
-    gl.store(out_ptr + (o_t * H + o_n), out.to(gl.bfloat16), mask=o_t < T)
+    return add_mxfp8(weights_b, scales_b, first_b, last_b, sums, C)
+
+
+@gluon.jit
+def _add_from_ring(
+    sums, p_w, p_s, p_act, table_ptr, token, T, num_experts, num_chunks,
+    H: gl.constexpr, WIDTH: gl.constexpr, J: gl.constexpr, C: gl.constexpr, B: gl.constexpr, S: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """The same with weights that come S - 1 rounds ahead, into shared memory; each thread takes out what it has put in."""
+    num_rounds = (num_chunks + 2 * C * B - 1) // (2 * C * B) * 2
+    ring = gl.allocate_shared_memory(gl.int32, [S, J, C * B, 8, 16], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+    for i in gl.static_range(S - 1):
+        entry = _entry(table_ptr, i, num_experts, WIDTH // 64, C, B)
+        _copy_words(ring, p_w, entry, i, num_rounds, H, WIDTH, C, B, S)
+    entry_a = _entry(table_ptr, 0, num_experts, WIDTH // 64, C, B)
+    entry_b = _entry(table_ptr, 1, num_experts, WIDTH // 64, C, B)
+    scales_a = _load_scales(p_s, entry_a, 0, H, WIDTH, C, B)
+    scales_b = _load_scales(p_s, entry_b, 1, H, WIDTH, C, B)
+    wait_for_inputs(PDL)
+    first_a, last_a = _load_act(p_act, entry_a, 0, token, T, num_chunks, WIDTH, C, B)
+    first_b, last_b = _load_act(p_act, entry_b, 1, token, T, num_chunks, WIDTH, C, B)
+    entry_a = _entry(table_ptr, 2, num_experts, WIDTH // 64, C, B)
+    entry_b = _entry(table_ptr, 3, num_experts, WIDTH // 64, C, B)
+    ahead_a = _entry(table_ptr, S - 1, num_experts, WIDTH // 64, C, B)
+    ahead_b = _entry(table_ptr, S, num_experts, WIDTH // 64, C, B)
+    for i_round in range(0, num_rounds, 2):
+        words = _next_words(ring, p_w, ahead_a, i_round, num_rounds, H, WIDTH, C, B, S)
+        ahead_a = _entry(table_ptr, i_round + S + 1, num_experts, WIDTH // 64, C, B)
+        sums = add_mxfp8(words, scales_a, first_a, last_a, sums, C)
+        scales_a = _load_scales(p_s, entry_a, i_round + 2, H, WIDTH, C, B)
+        first_a, last_a = _load_act(p_act, entry_a, i_round + 2, token, T, num_chunks, WIDTH, C, B)
+        entry_a = _entry(table_ptr, i_round + 4, num_experts, WIDTH // 64, C, B)
+        words = _next_words(ring, p_w, ahead_b, i_round + 1, num_rounds, H, WIDTH, C, B, S)
+        ahead_b = _entry(table_ptr, i_round + S + 2, num_experts, WIDTH // 64, C, B)
+        sums = add_mxfp8(words, scales_b, first_b, last_b, sums, C)
+        scales_b = _load_scales(p_s, entry_b, i_round + 3, H, WIDTH, C, B)
+        first_b, last_b = _load_act(p_act, entry_b, i_round + 3, token, T, num_chunks, WIDTH, C, B)
+        entry_b = _entry(table_ptr, i_round + 5, num_experts, WIDTH // 64, C, B)
+    return sums
 
 
 @gluon.jit
@@ -111,17 +163,48 @@ def _chunk(i_round, CHUNKS: gl.constexpr, C: gl.constexpr, B: gl.constexpr, layo
 
 
 @gluon.jit
+def _place(p_w, entry, i_round, H: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr, B: gl.constexpr):
+    """Where the words of a round of chunks are."""
+    return p_w + ((entry & 0xFFFF) * (H * WIDTH // 4) + _chunk(i_round, WIDTH // 64, C, B, word_layout(B)) * 16)
+
+
+@gluon.jit
+def _copy_words(
+    ring, p_w, entry, i_round, num_rounds, H: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr, B: gl.constexpr,
+    S: gl.constexpr,
+):  # fmt: skip
+    """Let the words of a round come into the ring, if there is such a round."""
+    if i_round < num_rounds:
+        copy_async(ring.index(i_round % S), _place(p_w, entry, i_round, H, WIDTH, C, B))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _next_words(
+    ring, p_w, entry, i_round, num_rounds, H: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr, B: gl.constexpr,
+    S: gl.constexpr,
+):  # fmt: skip
+    """Take the words of a round out of the ring and fill the place of the round before; `entry` is of S - 1 rounds later."""
+    async_copy.wait_group(S - 2)
+    words = ring.index(i_round % S).load(word_layout(B))
+    _copy_words(ring, p_w, entry, i_round + S - 1, num_rounds, H, WIDTH, C, B, S)
+    return words
+
+
+@gluon.jit
 def _load_weights(p_w, p_s, entry, i_round, H: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr, B: gl.constexpr):
     """Words and scales of a round of chunks."""
+    return gl.load(_place(p_w, entry, i_round, H, WIDTH, C, B)), _load_scales(p_s, entry, i_round, H, WIDTH, C, B)
+
+
+@gluon.jit
+def _load_scales(p_s, entry, i_round, H: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr, B: gl.constexpr):
+    """Scales of a round of chunks."""
     CHUNKS: gl.constexpr = WIDTH // 64
     expert = entry & 0xFFFF
-    s_expert = expert
     if CHUNKS % (C * B) != 0:
-        s_expert = gl.convert_layout(expert, scale_layout(B), assert_trivial=True)
-    chunk = _chunk(i_round, CHUNKS, C, B, word_layout(B))
-    s_chunk = _chunk(i_round, CHUNKS, C, B, scale_layout(B))
-    weights = gl.load(p_w + (expert * (H * WIDTH // 4) + chunk * 16))
-    return weights, gl.load(p_s + (s_expert * (H * WIDTH // 32) + s_chunk * 2))
+        expert = gl.convert_layout(expert, scale_layout(B), assert_trivial=True)
+    return gl.load(p_s + (expert * (H * WIDTH // 32) + _chunk(i_round, CHUNKS, C, B, scale_layout(B)) * 2))
 
 
 @gluon.jit

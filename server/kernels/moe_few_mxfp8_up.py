@@ -14,8 +14,8 @@ from server.kernels.moe_tiles import swiglu
 @gluon.jit(do_not_specialize=["T", "num_pairs", "shared_expert"])
 def few_gate_up_kernel(
     x_ptr, w_ptr, scales_ptr, ids_ptr, weights_ptr, act_ptr, T, num_pairs, shared_expert, alpha, beta, limit, scaling, stride_x,
-    H: gl.constexpr, WIDTH: gl.constexpr, TOPK: gl.constexpr, HAS_SHARED: gl.constexpr, MAX_TOKENS: gl.constexpr,
-    MAX_PAIRS: gl.constexpr, J: gl.constexpr, C: gl.constexpr, B: gl.constexpr, PDL: gl.constexpr,
+    H: gl.constexpr, WIDTH: gl.constexpr, TOPK: gl.constexpr, HAS_SHARED: gl.constexpr, MAX_PAIRS: gl.constexpr,
+    J: gl.constexpr, C: gl.constexpr, B: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid (WIDTH / 4 J, slots): the shared expert's slot is the first, then come those of (token, choice).
 
@@ -46,28 +46,19 @@ def few_gate_up_kernel(
     p_w = w_ptr + row * (H // 4) + (w_row * (H // 4) + w_column)
     p_s = scales_ptr + row * (H // 32) + (s_row * (H // 32) + s_column)
     p_act = act_ptr + i_slot * T * WIDTH + i_n
-    if MAX_TOKENS <= 8:
-        _gate_up_of_octet(
-            x_ptr, p_w, p_s, w_column, s_column, x_column, stride_x, ids_ptr, weights_ptr, p_act, expert, chosen, i_pair < 0,
-            alpha, beta, limit, scaling, H, WIDTH, TOPK, J, C, B, PDL,
-        )  # fmt: skip
-    else:
-        while chosen != 0:
-            _gate_up_of_octet(
-                x_ptr, p_w, p_s, w_column, s_column, x_column, stride_x, ids_ptr, weights_ptr, p_act, expert, chosen,
-                i_pair < 0, alpha, beta, limit, scaling, H, WIDTH, TOPK, J, C, B, PDL,
-            )  # fmt: skip
-            for _ in gl.static_range(8):
-                chosen = chosen & (chosen - 1)
+    _gate_up(
+        x_ptr, p_w, p_s, w_column, s_column, x_column, stride_x, ids_ptr, weights_ptr, p_act, expert, chosen, i_pair < 0,
+        alpha, beta, limit, scaling, H, WIDTH, TOPK, J, C, B, PDL,
+    )  # fmt: skip
 
 
 @gluon.jit
-def _gate_up_of_octet(
+def _gate_up(
     x_ptr, p_w, p_s, w_column, s_column, x_column, stride_x, ids_ptr, weights_ptr, p_act, expert, chosen, is_shared,
     alpha, beta, limit, scaling, H: gl.constexpr, WIDTH: gl.constexpr, TOPK: gl.constexpr,
     J: gl.constexpr, C: gl.constexpr, B: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The first eight of the chosen tokens; two rounds of inputs are in flight, in registers that take turns."""
+    """One tile for the chosen tokens, up to eight; two rounds of inputs are in flight, in registers that take turns."""
     NUM_ROUNDS: gl.constexpr = (H + 128 * C * B - 1) // (128 * C * B) * 2
     weights_a, scales_a = _load_weights(p_w, p_s, w_column, s_column, 0, H, C * B)
     weights_b, scales_b = _load_weights(p_w, p_s, w_column, s_column, 1, H, C * B)
