@@ -5,7 +5,16 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.mxfp8 import GROUP_SIZE, Mxfp8Weight, dequantize, dequantize_torch, with_nan_scales
+from server.kernels.mxfp8 import (
+    GROUP_SIZE,
+    MAX_SCALE,
+    NAN_SCALE,
+    Mxfp8Weight,
+    dequantize,
+    dequantize_torch,
+    scale_e4m3_words_once,
+    with_nan_scales,
+)
 from training.mxfp8 import quantize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,6 +27,18 @@ def _dequantize_kernel(values_ptr, scales_ptr, out_ptr, ROWS: tl.constexpr, COLU
     values = tl.load(values_ptr + rows[:, None] * COLUMNS + columns)
     scales = tl.load(scales_ptr + rows[:, None] * (COLUMNS // 32) + groups)
     tl.store(out_ptr + rows[:, None] * COLUMNS + columns, dequantize(values, scales, DTYPE))
+
+
+@triton.jit
+def _words_kernel(words_ptr, scales_ptr, out_ptr, WORDS: tl.constexpr):
+    row, words = tl.program_id(0), tl.arange(0, WORDS)
+    scales = tl.load(scales_ptr + row * (WORDS // 8) + words // 8)
+    first, second, third, fourth = scale_e4m3_words_once(tl.load(words_ptr + row * WORDS + words), scales)
+    p_out = out_ptr + row * (4 * WORDS) + 4 * words
+    tl.store(p_out, first)
+    tl.store(p_out + 1, second)
+    tl.store(p_out + 2, third)
+    tl.store(p_out + 3, fourth)
 
 
 def all_pairs():
@@ -59,6 +80,15 @@ def test_the_kernel_gives_all_pairs_exactly(dtype):
         marked.values.view(torch.uint8).to(DEVICE), marked.scales.to(DEVICE), out, ROWS=16, COLUMNS=256, DTYPE=triton_dtype
     )
     assert torch.equal(bits(out.cpu()), bits(exact(marked).to(dtype)))
+
+
+@pytest.mark.gpu
+def test_words_with_one_product_give_all_pairs_up_to_the_largest_scale_exactly():
+    weight = all_pairs()[[*range(MAX_SCALE + 1), NAN_SCALE]]
+    marked = Mxfp8Weight(weight.values, with_nan_scales(weight.values, weight.scales))
+    out = torch.full(marked.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+    _words_kernel[(len(out),)](marked.values.view(torch.int32).cuda(), marked.scales.cuda(), out, WORDS=64)
+    assert torch.equal(bits(out.cpu()), bits(exact(marked).to(torch.bfloat16)))
 
 
 def test_a_nan_makes_its_group_nan_and_no_other():
