@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from server.engine_launch import EngineLaunch
 from server.engine_pixels import open_pixels
 from server.engine_setup import StartError, build, choose_device
+from server.heartbeat import STACKS_SIGNAL
 from server.model.progress import NoProgress
 from server.model.shard import Shard
 from server.parent_death import end_with_parent
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         run(launch, rank)
     except Exception as error:
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # rank 0 may be gone, too; the log is to say so, to its end
         is_known = isinstance(error, StartError)
         logger.error("rank %d leaves: %s", rank, error, exc_info=not is_known)
         reason_file_of(launch, rank).write_text(str(error) if is_known else f"{type(error).__name__}: {error}")
