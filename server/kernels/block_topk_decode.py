@@ -8,10 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import next_power_of_2
 from server.kernels.launch import pdl_options, wait_for_inputs
 from server.kernels.topk_keys import TopkConfig, select_blocks, topk_config
 
 
+@direct_launch
 @triton.jit
 def _block_topk_decode_kernel(
     scores_ptr,
@@ -62,7 +65,7 @@ def block_topk_decode(
         config: how to run; chosen by shape when None.
     """
     num_heads, num_tokens, max_blocks = scores.shape
-    width = triton.next_power_of_2(topk)
+    width = next_power_of_2(topk)
     config = config or topk_config(max_blocks, width)
     _block_topk_decode_kernel[(num_tokens, num_heads)](
         scores,
@@ -78,7 +81,7 @@ def block_topk_decode(
         NUM_INIT=num_init_blocks,
         NUM_LOCAL=num_local_blocks,
         P=config.progressions,
-        MAX=max(config.progressions, triton.next_power_of_2(max_blocks)),
+        MAX=max(config.progressions, next_power_of_2(max_blocks)),
         num_warps=config.num_warps,
         **pdl_options(scores.device),
     )

@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
+from server.kernels.direct_launch import direct_launch
 from server.kernels.index_score_prefill import GROUP
+from server.kernels.integers import cdiv, next_power_of_2
 
 _MAX_DIRECT = 256  # rows up to this many blocks are ranked at once
 _GROUP_WIDTHS = (64, 256, 512, 1024)  # few, because each width is a compilation of several seconds
@@ -39,6 +41,7 @@ def key_index(key):
     return tl.where(key == -0x7FFFFFFFFFFFFFFF, -1, index)
 
 
+@direct_launch
 @triton.jit(
     do_not_specialize=["num_tokens", "max_blocks", "num_groups", "stride_sh", "stride_st"],
     do_not_specialize_on_alignment=["scores_ptr"],
@@ -63,6 +66,7 @@ def _group_max_kernel(
     tl.store(group_max_ptr + i_row * num_groups + o_g, tl.max(b_s, 1), mask=o_g < num_groups)
 
 
+@direct_launch
 @triton.jit(
     do_not_specialize=[
         "num_tokens",
@@ -144,7 +148,7 @@ def select_blocks(
     Columns behind the own block, and groups behind its group, are not read.
     """
     num_heads, num_tokens, max_blocks = scores.shape
-    topk_pad = triton.next_power_of_2(topk)
+    topk_pad = next_power_of_2(topk)
     block_n = 64 if max_blocks <= 64 else _MAX_DIRECT
     block_g = 0
     if max_blocks > _MAX_DIRECT:
@@ -153,7 +157,7 @@ def select_blocks(
     groups = scores if group_max is None else group_max
     rows = 2
     num_rows = num_heads * num_tokens
-    _select_kernel[(triton.cdiv(num_rows, rows),)](
+    _select_kernel[(cdiv(num_rows, rows),)](
         scores,
         groups,
         batch.positions,
@@ -190,10 +194,10 @@ def block_topk_prefill(
     num_heads, num_tokens, max_blocks = scores.shape
     group_max = None
     if max_blocks > _MAX_DIRECT:
-        num_groups = triton.cdiv(max_blocks, GROUP)
+        num_groups = cdiv(max_blocks, GROUP)
         group_max = scores.new_empty((num_heads, num_tokens, num_groups))
-        block_g = min(64, triton.next_power_of_2(num_groups))
-        _group_max_kernel[(num_heads * num_tokens, triton.cdiv(num_groups, block_g))](
+        block_g = min(64, next_power_of_2(num_groups))
+        _group_max_kernel[(num_heads * num_tokens, cdiv(num_groups, block_g))](
             scores,
             group_max,
             num_tokens,

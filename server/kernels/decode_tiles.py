@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from server.kernels.direct_launch import direct_launch
 from server.kernels.launch import pdl_options, wait_for_inputs
 
 MIN_SIDE = 16  # of a tensor-core product: smaller query groups are padded with zeros, tiles have no fewer keys
@@ -104,6 +105,7 @@ def store_partial(acc_ptr, stats_ptr, peak, total, acc, DIM: tl.constexpr, GROUP
     tl.store(stats_ptr + GROUP_PAD + heads, total)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
     acc_ptr,

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
 from server.kernels.decode_tiles import MIN_SIDE, Partials, attend_tile, load_group, merge, store_output, store_partial
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import cdiv, next_power_of_2
 from server.kernels.launch import pdl_options, wait_for_inputs
 
 
@@ -29,6 +31,7 @@ class DenseConfig:
     num_warps: int
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_splits", "stride_table"])
 def _dense_decode_kernel(
     q_ptr,
@@ -115,9 +118,9 @@ def dense_decode(
     num_tokens, num_heads, dim = q.shape
     num_kv_heads = kv_lane.shape[1]
     group = num_heads // num_kv_heads
-    group_pad = max(MIN_SIDE, triton.next_power_of_2(group))
+    group_pad = max(MIN_SIDE, next_power_of_2(group))
     num_units = num_tokens * num_kv_heads
-    config = config or _config(num_units, triton.cdiv(batch.max_seq_len, batch.page_size))
+    config = config or _config(num_units, cdiv(batch.max_seq_len, batch.page_size))
     num_splits = config.num_splits
     partials = Partials.empty(num_units, num_splits, dim, group_pad, q.device)
     _dense_decode_kernel[(num_units * num_splits,)](

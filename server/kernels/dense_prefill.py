@@ -8,12 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
+from server.kernels.direct_launch import direct_launch
 from server.kernels.query_tiles import locate_query_tile, num_query_tiles, padded_num_seqs
 from server.kernels.sparse_prefill import LOG2_E, attend_own_page, attend_page, fits_hopper_kernels
 
 _ROWS = 128
 
 
+@direct_launch
 @triton.jit(
     do_not_specialize=["num_seqs", "stride_pb"],
     do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr", "page_table_ptr"],

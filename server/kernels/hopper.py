@@ -8,6 +8,7 @@ another's matrix products. They need compute capability 9.0 and have portable co
 from collections.abc import Sequence
 from functools import cache
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -17,15 +18,42 @@ copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
-@cache
-def _box_layout(box: tuple[int, ...], num_bytes: int) -> gl.NVMMASharedLayout:
-    """Layout of a box of elements of one or two bytes in shared memory; nothing but their width matters."""
-    return gl.NVMMASharedLayout.get_default_for(list(box), {1: gl.uint8, 2: gl.bfloat16}[num_bytes])
+class CopyKind:
+    """What kernels are compiled for of a copy descriptor; there is one object for each combination of its attributes.
+
+    Attributes:
+        dtype: of the elements, one or two bytes wide.
+        box: elements of a copy in each dimension.
+        layout: of a box in shared memory.
+    """
+
+    def __init__(self, dtype: torch.dtype, box: tuple[int, ...]) -> None:
+        self.dtype = dtype
+        self.box = list(box)
+        # Nothing but the width of elements matters.
+        self.layout = gl.NVMMASharedLayout.get_default_for(self.box, {1: gl.uint8, 2: gl.bfloat16}[dtype.itemsize])
+
+
+_copy_kind = cache(CopyKind)
+
+
+class CopyDescriptor(TensorDescriptor):  # type: ignore[misc]
+    """Triton's descriptor without its checks: the driver makes them again when it encodes one, which is at each launch."""
+
+    def __init__(self, tensor: Tensor, shape: Sequence[int], strides: Sequence[int], kind: CopyKind) -> None:
+        self.base = tensor
+        self.shape = shape
+        self.strides = strides
+        self.block_shape = kind.box
+        self.layout = kind.layout
+        self.padding = "zero"
+        self.round_f32_to_tf32 = False
+        self.kind = kind
 
 
 def box_descriptor(
     tensor: Tensor, box: tuple[int, ...], shape: Sequence[int] | None = None, strides: Sequence[int] | None = None
-) -> TensorDescriptor:
+) -> CopyDescriptor:
     """Copy descriptor of a tensor of one- or two-byte elements in boxes.
 
     Args:
@@ -34,11 +62,10 @@ def box_descriptor(
         shape: of the memory as copies see it; what lies outside reads as zero.
         strides: in elements; the last one is 1.
     """
-    layout = _box_layout(box, tensor.element_size())
-    return TensorDescriptor(tensor, list(shape or tensor.shape), list(strides or tensor.stride()), list(box), layout)
+    return CopyDescriptor(tensor, shape or tensor.shape, strides or tensor.stride(), _copy_kind(tensor.dtype, box))
 
 
-def row_descriptor(lane: Tensor, num_rows: int) -> TensorDescriptor:
+def row_descriptor(lane: Tensor, num_rows: int) -> CopyDescriptor:
     """Copy descriptor of a contiguous lane seen as rows of its last dimension, in boxes of `num_rows` whole rows."""
     dim = lane.shape[-1]
     return box_descriptor(lane, (num_rows, dim), (lane.numel() // dim, dim), (dim, 1))

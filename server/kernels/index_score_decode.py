@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import next_power_of_2
 from server.kernels.launch import hint_read, pdl_options, wait_for_inputs
 
 MAX_PROGRAMS = 1 << 14
@@ -61,6 +63,7 @@ def page_maxima(queries, lane_ptr, page, stride_page, stride_key, block, num_key
     return tl.max(scores, 0)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["max_blocks", "num_pages", "num_splits", "stride_table", "stride_out_head", "stride_out_token"])
 def _index_score_decode_kernel(
     q_ptr,
@@ -165,7 +168,7 @@ def launch_scores(
         index_lane.shape[0],
         config.num_splits,
         NUM_HEADS=num_heads,
-        HEADS_PAD=max(MIN_DOT, triton.next_power_of_2(num_heads)),
+        HEADS_PAD=max(MIN_DOT, next_power_of_2(num_heads)),
         DIM=dim,
         PAGE=batch.page_size,
         SELECT_OVER=select_over,

@@ -6,8 +6,6 @@ The groups run independently: while one takes the maximum over a page's 128 colu
 # Parameters of kernels have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,7 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from server.kernels.attention_batch import AttentionBatch
+from server.kernels.device import num_multiprocessors
+from server.kernels.direct_launch import direct_launch
 from server.kernels.hopper import copy_tile, row_descriptor
+from server.kernels.integers import cdiv
 from server.kernels.query_tiles import num_query_tiles, query_tile, tile_records
 
 _STAGES = 4
@@ -88,6 +89,7 @@ def _score_rows(
                 b_group = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
 
 
+@direct_launch
 @gluon.jit(
     do_not_specialize=["max_blocks", "blocks_per_split", "stride_oh", "stride_ot", "stride_gh", "stride_gt", "stride_pb"],
     do_not_specialize_on_alignment=["out_ptr", "group_ptr", "page_table_ptr"],
@@ -164,9 +166,9 @@ def score_blocks_hopper(
     num_tiles = num_query_tiles(batch, tile)
     max_blocks = out.shape[2]
     groups = out if group_max is None else group_max
-    processors = torch.cuda.get_device_properties(index_q.device).multi_processor_count
+    processors = num_multiprocessors(index_q.device)
     length = blocks_per_program(num_tiles, max_blocks, index_q.shape[0] / batch.max_seq_len, processors)
-    _score_hopper_kernel[(num_tiles, triton.cdiv(max_blocks, length))](
+    _score_hopper_kernel[(num_tiles, cdiv(max_blocks, length))](
         index_q,
         row_descriptor(index_lane, page_size),
         out,

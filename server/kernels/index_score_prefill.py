@@ -13,12 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import cdiv
 from server.kernels.query_tiles import locate_query_tile, num_query_tiles, padded_num_seqs, query_tile, uses_hopper_kernels
 
 GROUP = 16  # blocks whose largest score is also reported, for the two-level top-k
 _TARGET_PROGRAMS = 1056  # eight waves of 132 multiprocessors: the last, partly filled one costs little
 
 
+@direct_launch
 @triton.jit(
     do_not_specialize=[
         "num_seqs",
@@ -114,8 +117,8 @@ def _score_kernel(
 
 def blocks_per_split(num_tiles: int, max_blocks: int) -> int:
     """Length of the page axis of one program, a multiple of the group: long enough to amortise the query load."""
-    splits = max(1, triton.cdiv(_TARGET_PROGRAMS, max(1, num_tiles)))
-    length = triton.cdiv(triton.cdiv(max_blocks, splits), GROUP) * GROUP
+    splits = max(1, cdiv(_TARGET_PROGRAMS, max(1, num_tiles)))
+    length = cdiv(cdiv(max_blocks, splits), GROUP) * GROUP
     return int(length)
 
 
@@ -144,7 +147,7 @@ def score_blocks(
         score_blocks_hopper(index_q, index_lane, batch, out, group_max, fill=fill)
         return
     length = blocks_per_split(num_tiles, max_blocks)
-    _score_kernel[(num_tiles, triton.cdiv(max_blocks, length))](
+    _score_kernel[(num_tiles, cdiv(max_blocks, length))](
         index_q,
         index_lane,
         out,

@@ -7,6 +7,7 @@ number, one of two kernels of ours for MXFP8 ones.
 import torch
 from torch import Tensor
 
+from server.kernels.device import is_hopper
 from server.kernels.mxfp8 import GROUP_SIZE, Mxfp8Weight, dequantize_torch
 
 
@@ -44,6 +45,6 @@ def linear(x: Tensor, weight: Tensor | Mxfp8Weight) -> Tensor:
 
 def _has_kernels(x: Tensor) -> bool:
     """On a Hopper GPU, in bf16, not empty, with rows that begin on 16 bytes."""
-    if not x.is_cuda or x.dtype != torch.bfloat16 or not x.numel() or torch.cuda.get_device_capability(x.device) != (9, 0):
+    if x.dtype != torch.bfloat16 or not x.numel() or not is_hopper(x.device):
         return False
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0

@@ -11,12 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import cdiv
 from server.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_for_inputs_only
 from server.kernels.moe_configs import TileConfig
 from server.kernels.moe_plan import ExpertPlan
 from server.kernels.moe_tiles import Activation, Weight, dot_rows, stored, swiglu, weight_tile
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_kernel(
     x_ptr, w_ptr, scale_ptr, pair_of_row_ptr, row_weights_ptr, tiles_ptr, num_tiles_ptr, act_ptr, num_pairs,
@@ -55,6 +58,7 @@ def _gate_up_kernel(
     tl.store(p_act, b_act.to(act_ptr.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
 
+@direct_launch
 @triton.jit
 def _down_kernel(
     act_ptr, w_ptr, scale_ptr, tiles_ptr, num_tiles_ptr, out_ptr,
@@ -88,7 +92,7 @@ def grouped_gate_up(
     width, hidden = w13.shape[1] // 2, w13.shape[2]
     act = x.new_empty((plan.num_rows, width))
     values, scales, is_mxfp8 = stored(w13)
-    _gate_up_kernel[(triton.cdiv(width, config.block_n), plan.max_tiles)](
+    _gate_up_kernel[(cdiv(width, config.block_n), plan.max_tiles)](
         x, values, scales, plan.pair_of_row, plan.row_weights, plan.tiles, plan.num_tiles, act, plan.row_of_pair.shape[0],
         activation.alpha, activation.beta, activation.limit, x.stride(0),
         H=hidden, WIDTH=width, TOPK=topk, BLOCK_M=block_m, MXFP8=is_mxfp8, **config.options(), **pdl_options(x.device),
@@ -101,7 +105,7 @@ def grouped_down(act: Tensor, w2: Weight, plan: ExpertPlan, block_m: int, config
     hidden, width = w2.shape[1], w2.shape[2]
     out = act.new_empty((plan.num_rows, hidden))
     values, scales, is_mxfp8 = stored(w2)
-    _down_kernel[(triton.cdiv(hidden, config.block_n), plan.max_tiles)](
+    _down_kernel[(cdiv(hidden, config.block_n), plan.max_tiles)](
         act, values, scales, plan.tiles, plan.num_tiles, out, H=hidden, WIDTH=width, BLOCK_M=block_m, MXFP8=is_mxfp8,
         **config.options(), **pdl_options(act.device),
     )  # fmt: skip

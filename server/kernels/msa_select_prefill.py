@@ -10,9 +10,12 @@ from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
 from server.kernels.block_topk_prefill import select_blocks
+from server.kernels.direct_launch import direct_launch
 from server.kernels.index_score_prefill import GROUP, score_blocks
+from server.kernels.integers import cdiv, next_power_of_2
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_tokens", "stride_oh"], do_not_specialize_on_alignment=["positions_ptr"])
 def _identity_kernel(positions_ptr, out_ptr, num_tokens, stride_oh, stride_ot, PAGE: tl.constexpr, TOPK: tl.constexpr,
                      TOPK_PAD: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
@@ -47,10 +50,10 @@ def msa_select_prefill(
         out: [Hi, T, topk] int32 to write into.
     """
     num_tokens, num_heads, _ = index_q.shape
-    max_blocks = triton.cdiv(batch.max_seq_len, batch.page_size)
+    max_blocks = cdiv(batch.max_seq_len, batch.page_size)
     if max_blocks <= topk:
         rows = 32
-        _identity_kernel[(triton.cdiv(num_tokens, rows), num_heads)](
+        _identity_kernel[(cdiv(num_tokens, rows), num_heads)](
             batch.positions,
             out,
             num_tokens,
@@ -58,12 +61,12 @@ def msa_select_prefill(
             out.stride(1),
             PAGE=batch.page_size,
             TOPK=topk,
-            TOPK_PAD=triton.next_power_of_2(topk),
+            TOPK_PAD=next_power_of_2(topk),
             ROWS=rows,
         )
         return out
     scores = index_q.new_empty((num_heads, num_tokens, max_blocks), dtype=torch.float32)
-    group_max = index_q.new_empty((num_heads, num_tokens, triton.cdiv(max_blocks, GROUP)), dtype=torch.float32)
+    group_max = index_q.new_empty((num_heads, num_tokens, cdiv(max_blocks, GROUP)), dtype=torch.float32)
     score_blocks(index_q, index_lane, batch, scores, group_max, fill=False)
     select_blocks(scores, group_max, batch, topk, num_init_blocks, num_local_blocks, out)
     return out

@@ -8,9 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import next_power_of_2
 from server.kernels.launch import pdl_options, wait_for_inputs
 
 
+@direct_launch
 @triton.jit
 def _norm_kernel(
     x_ptr,
@@ -44,7 +47,7 @@ def _norm_kernel(
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, total: Tensor, add: bool) -> None:
     """Rows [N, D] of `x` and `residual` into contiguous `out` and `total`."""
     num_rows, dim = x.shape
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     _norm_kernel[(num_rows,)](
         x,
         residual,

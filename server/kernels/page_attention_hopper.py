@@ -12,7 +12,6 @@ through the same ring as K tiles do and are merged at the end.
 # Parameters of kernels have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,10 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from server.kernels.attention_batch import AttentionBatch
-from server.kernels.hopper import copy_tile, row_descriptor
+from server.kernels.device import num_multiprocessors
+from server.kernels.direct_launch import direct_launch
+from server.kernels.hopper import CopyDescriptor, box_descriptor, copy_tile, row_descriptor
 from server.kernels.query_tiles import num_query_tiles, tile_records
 from server.kernels.sparse_plan import SparsePlan
 
@@ -231,6 +231,7 @@ def _attend_rows(
             gl.store(p_out, q_buf.load(load_layout), mask=m_row[:, None])
 
 
+@direct_launch
 @gluon.jit(
     do_not_specialize=["num_work", "num_tiles", "num_tokens", "stride_pb"],
     do_not_specialize_on_alignment=["lse_ptr", "num_leftovers_ptr", "page_table_ptr", "list_pages_ptr", "list_members_ptr"],
@@ -288,13 +289,11 @@ def _page_attention_kernel(
     )  # fmt: skip
 
 
-def _leftover_descriptor(partial: Tensor, max_leftovers: int) -> TensorDescriptor:
+def _leftover_descriptor(partial: Tensor, max_leftovers: int) -> CopyDescriptor:
     """Copy descriptor of partial results as [Hkv * T, R, G, D], in boxes of one leftover of `_TILE` neighbouring queries."""
     group, dim = partial.shape[1], partial.shape[2]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    shape = [partial.shape[0] // max_leftovers, max_leftovers, group, dim]
-    strides = [max_leftovers * group * dim, group * dim, dim, 1]
-    return TensorDescriptor(partial, shape, strides, [_TILE, 1, group, dim], layout)
+    shape = (partial.shape[0] // max_leftovers, max_leftovers, group, dim)
+    return box_descriptor(partial, (_TILE, 1, group, dim), shape, (max_leftovers * group * dim, group * dim, dim, 1))
 
 
 def attend_tiles_hopper(
@@ -312,7 +311,7 @@ def attend_tiles_hopper(
         out: [T, Hq, D] to write into.
     """
     num_work = plan.num_tiles * kv_lane.shape[1]
-    num_programs = min(num_work, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    num_programs = min(num_work, num_multiprocessors(q.device))
     kv_desc = row_descriptor(kv_lane, kv_lane.shape[3])
     left_desc = _leftover_descriptor(partial, plan.max_leftovers) if plan.max_leftovers else kv_desc
     _page_attention_kernel[(num_programs,)](

@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from server.kernels.device import num_multiprocessors
+from server.kernels.direct_launch import direct_launch
 from server.kernels.hopper import copy_tile, row_descriptor
 from server.kernels.sparse_plan import SparsePlan
 
@@ -119,6 +121,7 @@ def _attend_units(
         i += 1
 
 
+@direct_launch
 @gluon.jit(do_not_specialize=["num_pages", "num_tokens"])
 def _page_major_hopper_kernel(
     q_ptr, kv_desc, partial_ptr, lse_ptr, leftovers_ptr, unit_page_ptr, unit_begin_ptr, unit_len_ptr, totals_ptr, num_pages,
@@ -171,7 +174,7 @@ def attend_leftovers_hopper(q: Tensor, kv_lane: Tensor, plan: SparsePlan, scale_
     lse = q.new_empty((plan.leftovers.shape[0], _GROUP), dtype=torch.float32)
     if plan.max_leftovers == 0:
         return partial, lse
-    num_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    num_programs = num_multiprocessors(q.device)
     _page_major_hopper_kernel[(num_programs,)](
         q,
         row_descriptor(kv_lane, page_size),

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from server.kernels.integers import next_power_of_2
 from server.kernels.patchify import MERGE, PATCH, PIXEL_MEAN, PIXEL_STD, TEMPORAL_PATCH, patch_grid
 
 
@@ -70,7 +71,7 @@ def patchify_triton(frames: Tensor) -> Tensor:
         SLOTS=slots,
         PATCH=PATCH,
         MERGE=MERGE,
-        BLOCK=triton.next_power_of_2(size),
+        BLOCK=next_power_of_2(size),
         num_warps=4,
     )
     return out

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import cdiv
 from server.kernels.launch import pdl_options, wait_for_inputs
 
 
@@ -36,6 +38,7 @@ def _norm_rope(rows, row_mask, weight, other_weight, use_other, cos_sin_row, eps
     return raw * scale * own_gain * cos + sign * (partner * scale * partner_gain) * sin, raw
 
 
+@direct_launch
 @triton.jit
 def _qkv_kernel(
     qkv_ptr,
@@ -137,7 +140,7 @@ def qkv_norm_rope_cache_triton(
     q = torch.empty((num_tokens, num_heads, dim), dtype=qkv.dtype, device=qkv.device)
     index_q = torch.empty((num_tokens, num_index, index_dim), dtype=qkv.dtype, device=qkv.device)
     heads = 4 if num_tokens <= 256 else 16
-    num_groups = triton.cdiv(num_main, heads) + (triton.cdiv(num_index + 1, heads) if sparse else 0)
+    num_groups = cdiv(num_main, heads) + (cdiv(num_index + 1, heads) if sparse else 0)
     if num_tokens:
         _qkv_kernel[(num_tokens, num_groups)](
             qkv,

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 
 from server.kernels.attention_batch import AttentionBatch
+from server.kernels.device import is_hopper
+from server.kernels.direct_launch import direct_launch
 
 _MAX_ROWS = 256
 
@@ -77,6 +79,7 @@ def store_tile_record(record_ptr, first, begin, end, token_shift, own_page, num_
     tl.store(record_ptr + 7, i_seq)
 
 
+@direct_launch
 @triton.jit(
     do_not_specialize=["num_seqs", "stride_pb"],
     do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr", "page_table_ptr"],
@@ -119,6 +122,4 @@ def tile_records(batch: AttentionBatch, num_tiles: int, tile: int) -> torch.Tens
 
 def uses_hopper_kernels(tensor: torch.Tensor) -> bool:
     """Whether the warp-specialised kernels can run: CUDA, compute capability 9.0, 16-bit floats."""
-    if not tensor.is_cuda or tensor.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return torch.cuda.get_device_capability(tensor.device) == (9, 0)
+    return tensor.dtype in (torch.bfloat16, torch.float16) and is_hopper(tensor.device)

@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from server.kernels.direct_launch import direct_launch
 from server.kernels.launch import wait_for_inputs
 from server.kernels.sampling_rows_triton import (
     K_BIN,
@@ -52,6 +53,7 @@ def _least_exponent(blocks, keys, best, temperature, top_k, top_p, vocab_size, N
     return least
 
 
+@direct_launch
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def weigh_kernel(
     logits,
@@ -95,6 +97,7 @@ def weigh_kernel(
                     tl.atomic_add(counts + bins, tl.full(ids.shape, 1, tl.int64), mask=counted, sem="relaxed")
 
 
+@direct_launch
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def gather_kernel(
     logits,
@@ -136,6 +139,7 @@ def gather_kernel(
                 tl.store(values + index, pack_value(exponents), mask=wanted)
 
 
+@direct_launch
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def keep_kernel(
     logits,

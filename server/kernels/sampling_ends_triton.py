@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from server.kernels import sampling
+from server.kernels.direct_launch import direct_launch
 from server.kernels.launch import wait_for_inputs
 from server.kernels.sampling_rows_triton import (
     K_BIN,
@@ -37,6 +38,7 @@ _NOT_FINITE = tl.constexpr(sampling.RowStatus.NOT_FINITE.value)
 _NO_CHOICE = tl.constexpr(sampling.RowStatus.NO_CHOICE.value)
 
 
+@direct_launch
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def cut_kernel(
     logits,
@@ -94,6 +96,7 @@ def _before(cumulative, bin):
     return tl.load(cumulative + bin - 1, mask=bin > 0, other=0)
 
 
+@direct_launch
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def resolve_kernel(
     logits,
@@ -169,6 +172,7 @@ def resolve_kernel(
     tl.store(scalars + THRESHOLD, last)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "positions", "out"])
 def draw_kernel(
     logits,

@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from server.kernels.direct_launch import direct_launch
 from server.kernels.launch import wait_for_inputs
 from server.kernels.sampling_rows_triton import NUM_BINS, NUM_GATHERED, row_memory
 from server.kernels.topk_keys import order_keys
@@ -60,6 +61,7 @@ def _adjust(
     return x
 
 
+@direct_launch
 @triton.jit(do_not_specialize_on_alignment=["slots", *_EDITS])
 def stats_kernel(
     logits,

@@ -10,9 +10,9 @@ integers, so sums do not depend on the order of work; a token depends on its own
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
+from server.kernels.integers import next_power_of_2
 from server.kernels.launch import pdl_options
 from server.kernels.sampling import SamplingTable, SamplingWork
 from server.kernels.sampling_adjust import Adjustments
@@ -65,7 +65,7 @@ def sample_rows_triton(
     num_blocks = -(-vocab_size // workspace.block)
     grid = (num_rows, num_blocks)
     shape = {"NUM_BLOCKS": num_blocks, "CAPACITY": workspace.capacity, "BLOCK": workspace.block, "num_warps": 8}
-    options = shape | {"BLOCKS": triton.next_power_of_2(num_blocks)} | pdl_options(logits.device)
+    options = shape | {"BLOCKS": next_power_of_2(num_blocks)} | pdl_options(logits.device)
     adjusted = logits
     edits: tuple[Tensor, ...] = (out,) * 7
     if adjustments is not None:
@@ -79,7 +79,7 @@ def sample_rows_triton(
         adjusted,
         *edits,
         ADJUST=adjustments is not None,
-        SHARE=triton.next_power_of_2(-(-NUM_BINS.value // num_blocks)),
+        SHARE=next_power_of_2(-(-NUM_BINS.value // num_blocks)),
         **shape,
         **pdl_options(logits.device),
     )

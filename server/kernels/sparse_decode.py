@@ -16,6 +16,8 @@ from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
 from server.kernels.decode_tiles import MIN_SIDE, Partials, attend_tile, load_group, merge, store_output, store_partial
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import next_power_of_2
 from server.kernels.launch import pdl_options, wait_for_inputs
 from server.kernels.selection_rule import SelectionRule
 from server.kernels.topk_keys import select_blocks, topk_config
@@ -44,6 +46,7 @@ class SparseConfig:
     num_warps: int
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_splits", "stride_table"])
 def _sparse_decode_kernel(
     q_ptr,
@@ -151,7 +154,7 @@ def _sparse_decode_kernel(
 def _config(num_units: int, topk: int) -> SparseConfig:
     """A wave of the GPU at most, since every further split costs a partial result."""
     if num_units * topk <= 132:
-        return SparseConfig(num_splits=triton.next_power_of_2(topk), tiles_per_page=1, num_stages=2, num_warps=4)
+        return SparseConfig(num_splits=next_power_of_2(topk), tiles_per_page=1, num_stages=2, num_warps=4)
     num_splits = max(1, min(topk, 132 // num_units))
     return SparseConfig(num_splits=num_splits, tiles_per_page=2, num_stages=3, num_warps=4)
 
@@ -183,9 +186,9 @@ def sparse_decode(
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, max_blocks = kv_lane.shape[1], selection.shape[-1]
     topk = rule.topk if rule else max_blocks
-    width = triton.next_power_of_2(topk)
+    width = next_power_of_2(topk)
     group = num_heads // num_kv_heads
-    group_pad = max(MIN_SIDE, triton.next_power_of_2(group))
+    group_pad = max(MIN_SIDE, next_power_of_2(group))
     num_units = num_tokens * num_kv_heads
     config = config or _config(num_units, topk)
     num_splits = config.num_splits
@@ -227,7 +230,7 @@ def sparse_decode(
         NUM_INIT=rule.num_init_blocks if rule else 0,
         NUM_LOCAL=rule.num_local_blocks if rule else 0,
         P=progressions,
-        MAX=max(progressions, triton.next_power_of_2(max_blocks)),
+        MAX=max(progressions, next_power_of_2(max_blocks)),
         TILES_PER_PAGE=tiles_per_page,
         SPLIT=num_splits > 1,
         ONE_TILE=num_splits >= topk * tiles_per_page,

@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import cdiv, next_power_of_2
 from server.kernels.query_tiles import locate_query_tile, num_query_tiles, padded_num_seqs, store_tile_record
 
 UNIT = 64  # leftovers of one page that one unit of page-major work serves
@@ -62,6 +64,7 @@ class SparsePlan:
     totals: Tensor
 
 
+@direct_launch
 @triton.jit(
     do_not_specialize=["num_seqs", "num_tokens", "num_pages", "stride_sh", "stride_pb"],
     do_not_specialize_on_alignment=["selection_ptr", "query_start_ptr", "seq_lens_ptr", "page_table_ptr"],
@@ -148,6 +151,7 @@ def _list_kernel(
     store_tile_record(p_record, first, begin, end, token_shift, own_page, num_listed, num_left, i_seq)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_keys"])
 def _unit_kernel(
     page_count_ptr,
@@ -179,6 +183,7 @@ def _unit_kernel(
         tl.store(unit_len_ptr + b_unit + i, tl.minimum(UNIT, b_count - i * UNIT), mask=m_unit)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_slots"])
 def _sort_kernel(
     num_leftovers_ptr,
@@ -220,7 +225,7 @@ def build_plan(selection: Tensor, batch: AttentionBatch, num_pages: int, tile: i
     """
     num_heads, num_tokens, topk = selection.shape
     num_tiles = num_query_tiles(batch, tile)
-    topk_pad = triton.next_power_of_2(topk)
+    topk_pad = next_power_of_2(topk)
     width = tile * topk_pad
     num_keys = num_heads * num_pages
     max_leftovers = topk - 1 if min_members > 1 else 0
@@ -288,7 +293,7 @@ def _sort_leftovers(
 ) -> None:
     """Fill `leftovers` and the units from every leftover's page and its rank among that page's."""
     num_keys, num_slots = len(page_count), len(plan.leftovers)
-    _unit_kernel[(triton.cdiv(num_keys, _KEYS_PER_PROGRAM),)](
+    _unit_kernel[(cdiv(num_keys, _KEYS_PER_PROGRAM),)](
         page_count,
         page_begin,
         plan.unit_page,
@@ -299,7 +304,7 @@ def _sort_leftovers(
         UNIT=UNIT,
         BLOCK=_KEYS_PER_PROGRAM,
     )
-    _sort_kernel[(triton.cdiv(num_slots, _CHOICES_PER_PROGRAM),)](
+    _sort_kernel[(cdiv(num_slots, _CHOICES_PER_PROGRAM),)](
         plan.num_leftovers,
         leftover_page,
         leftover_rank,

@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from server.kernels.attention_batch import AttentionBatch
+from server.kernels.device import num_multiprocessors
+from server.kernels.direct_launch import direct_launch
 from server.kernels.query_tiles import uses_hopper_kernels
 from server.kernels.sparse_plan import SparsePlan, build_plan
 
@@ -26,6 +28,7 @@ _MIN_MEMBERS = 3
 _MIN_TOKENS_FOR_PAGE_MAJOR = 512  # shorter chunks share too few pages to pay for three more launches
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_tokens", "num_pages"])
 def _page_major_kernel(
     q_ptr,
@@ -133,6 +136,7 @@ def merge_leftovers(b_m, b_l, b_acc, partial_ptr, lse_ptr, num_ptr, o_row, m_r, 
     return b_l, b_acc
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tile_kernel(
     q_ptr,
@@ -210,7 +214,7 @@ def fits_hopper_kernels(q: Tensor, kv_lane: Tensor) -> bool:
 def _num_persistent_programs(device: torch.device, per_multiprocessor: int) -> int:
     if device.type != "cuda":
         return per_multiprocessor
-    return torch.cuda.get_device_properties(device).multi_processor_count * per_multiprocessor
+    return num_multiprocessors(device) * per_multiprocessor
 
 
 def _attend_leftovers(q: Tensor, kv_lane: Tensor, plan: SparsePlan, scale: float) -> tuple[Tensor, Tensor]:
