@@ -81,3 +81,8 @@ class AttentionBatch:
             sequence_of_token=self.sequence_of_token[n:] - n,
             num_decodes=0,
         )
+
+    @cached_property
+    def tile_records(self) -> dict[int, Tensor]:
+        """Work records of query tiles by tile size, see `query_tiles.tile_records`: all layers of a step share them."""
+        return {}

@@ -173,7 +173,7 @@ def score_blocks_hopper(
         row_descriptor(index_lane, page_size),
         out,
         groups,
-        tile_records(batch, num_tiles, tile),
+        tile_records(batch, tile),
         batch.page_table,
         max_blocks,
         length,

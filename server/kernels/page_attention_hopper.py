@@ -361,7 +361,7 @@ def attend_densely_hopper(q: Tensor, kv_lane: Tensor, batch: AttentionBatch, sca
         out,
         table,  # no leftovers, no lists: these pointers are not followed
         table,
-        tile_records(batch, num_tiles, _TILE),
+        tile_records(batch, _TILE),
         table,
         table,
         table,

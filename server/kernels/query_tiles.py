@@ -102,22 +102,28 @@ def _record_kernel(
     store_tile_record(records_ptr + i_tile * 8, first, begin, end, token_shift, own_page, own, 0, i_seq)
 
 
-def tile_records(batch: AttentionBatch, num_tiles: int, tile: int) -> torch.Tensor:
-    """Work records [num_tiles, 8] int32 of tiles that attend to all pages before their own: see `store_tile_record`."""
-    records = torch.empty((num_tiles, 8), dtype=torch.int32, device=batch.seq_lens.device)
-    _record_kernel[(num_tiles,)](
-        batch.query_start,
-        batch.seq_lens,
-        batch.page_table,
-        records,
-        batch.seq_lens.shape[0],
-        batch.page_table.stride(0),
-        PAGE=batch.page_size,
-        TILE=tile,
-        BLOCK_B=padded_num_seqs(batch),
-        num_warps=1,
-    )
-    return records
+def tile_records(batch: AttentionBatch, tile: int) -> torch.Tensor:
+    """Work records [num_query_tiles, 8] int32 of tiles that attend to all pages before their own: see `store_tile_record`.
+
+    They are made for the first layer that asks, and kept with the batch.
+    """
+    if tile not in batch.tile_records:
+        num_tiles = num_query_tiles(batch, tile)
+        records = torch.empty((num_tiles, 8), dtype=torch.int32, device=batch.seq_lens.device)
+        _record_kernel[(num_tiles,)](
+            batch.query_start,
+            batch.seq_lens,
+            batch.page_table,
+            records,
+            batch.seq_lens.shape[0],
+            batch.page_table.stride(0),
+            PAGE=batch.page_size,
+            TILE=tile,
+            BLOCK_B=padded_num_seqs(batch),
+            num_warps=1,
+        )
+        batch.tile_records[tile] = records
+    return batch.tile_records[tile]
 
 
 def uses_hopper_kernels(tensor: torch.Tensor) -> bool:

@@ -210,7 +210,8 @@ def _carve(device: torch.device, *lengths: int) -> list[Tensor]:
     """int32 tensors from one allocation, 16-byte aligned: a step builds a plan per layer, and the host must stay ahead."""
     padded = [(length + 3) // 4 * 4 for length in lengths]
     parts = torch.split(torch.empty(sum(padded), dtype=torch.int32, device=device), padded)
-    return [part if len(part) == length else part[:length] for part, length in zip(parts, lengths, strict=True)]
+    sizes = zip(parts, padded, lengths, strict=True)
+    return [part if size == length else part[:length] for part, size, length in sizes]
 
 
 def build_plan(selection: Tensor, batch: AttentionBatch, num_pages: int, tile: int, min_members: int) -> SparsePlan:
