@@ -9,8 +9,6 @@ output. Scores are kept in units of log2.
 # Parameters of kernels have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -210,11 +208,8 @@ def fits_hopper_kernels(q: Tensor, kv_lane: Tensor) -> bool:
     return geometry == (16, 128, 128) and kv_lane.is_contiguous() and uses_hopper_kernels(q)
 
 
-@cache
 def _num_persistent_programs(device: torch.device, per_multiprocessor: int) -> int:
-    if device.type != "cuda":
-        return per_multiprocessor
-    return num_multiprocessors(device) * per_multiprocessor
+    return per_multiprocessor * (num_multiprocessors(device) if device.type == "cuda" else 1)
 
 
 def _attend_leftovers(q: Tensor, kv_lane: Tensor, plan: SparsePlan, scale: float) -> tuple[Tensor, Tensor]:
