@@ -10,12 +10,13 @@ Each warp multiplies slices of the inputs of its own for the same rows, straight
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from server.kernels.direct_launch import direct_launch
 from server.kernels.few_operands import add_bf16, add_mxfp8
+from server.kernels.integers import cdiv, next_power_of_2
 from server.kernels.launch import pdl_options, wait_for_inputs
 from server.kernels.linear_narrow import STEP
 from server.kernels.mxfp8 import Mxfp8Weight
@@ -30,6 +31,7 @@ def _load(pointer, offsets, columns, begin, end, EVEN: gl.constexpr):
         return gl.load(pointer + begin + offsets, mask=begin + columns < end, other=0)
 
 
+@direct_launch
 @gluon.jit(do_not_specialize=["T"])
 def _linear_few_kernel(
     x_ptr, w_ptr, scales_ptr, out_ptr, T, N, stride_x, K: gl.constexpr,
@@ -143,11 +145,11 @@ def linear_few(x: Tensor, weight: Tensor | Mxfp8Weight, tile: Tile | None = None
     """bf16 [T, K] times [N, K] to [T, N]; see `linear`. K is a multiple of 32, rows of `x` begin on 16 bytes."""
     (num_tokens, num_inputs), num_rows = x.shape, weight.shape[0]
     is_quantised = isinstance(weight, Mxfp8Weight)
-    token_octets = min(4, triton.next_power_of_2(triton.cdiv(num_tokens, 8)))
+    token_octets = min(4, next_power_of_2(cdiv(num_tokens, 8)))
     tile = tile or _tile_for(num_rows, token_octets, is_quantised)
     values, scales = (weight.values, weight.scales) if isinstance(weight, Mxfp8Weight) else (weight, weight)
     out = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
-    _linear_few_kernel[(triton.cdiv(num_rows, 8 * tile.octets), triton.cdiv(num_tokens, 8 * token_octets))](
+    _linear_few_kernel[(cdiv(num_rows, 8 * tile.octets), cdiv(num_tokens, 8 * token_octets))](
         x.view(torch.int32),
         values.view(torch.int32),
         scales,

@@ -5,10 +5,11 @@ Programs go through tiles of the output until none is left.
 """
 
 import torch
-import triton
 from torch import Tensor
 
+from server.kernels.device import num_multiprocessors
 from server.kernels.hopper import box_descriptor
+from server.kernels.integers import cdiv
 from server.kernels.linear_hopper_kernel import linear_hopper_kernel
 from server.kernels.mxfp8 import Mxfp8Weight
 
@@ -23,8 +24,8 @@ def linear_hopper(x: Tensor, weight: Mxfp8Weight) -> Tensor:
     """bf16 [T, K] times MXFP8 [N, K] to [T, N]; see `linear`. K is a multiple of 32, N of 8, rows of `x` begin on 16 bytes."""
     (num_tokens, num_inputs), num_rows = x.shape, weight.shape[0]
     out = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
-    num_row_tiles, num_token_tiles = triton.cdiv(num_rows, 2 * _ROWS), triton.cdiv(num_tokens, _TOKENS)
-    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    num_row_tiles, num_token_tiles = cdiv(num_rows, 2 * _ROWS), cdiv(num_tokens, _TOKENS)
+    programs = num_multiprocessors(x.device)
     linear_hopper_kernel[(min(programs, num_row_tiles * num_token_tiles),)](
         box_descriptor(weight.values.view(torch.int16), (_ROWS, _STEP // 2)),
         weight.scales,
@@ -34,7 +35,7 @@ def linear_hopper(x: Tensor, weight: Mxfp8Weight) -> Tensor:
         num_inputs,
         num_row_tiles,
         num_token_tiles,
-        2 * triton.cdiv(num_inputs, 2 * _STEP),
+        2 * cdiv(num_inputs, 2 * _STEP),
         ROWS=_ROWS,
         TOKENS=_TOKENS,
         STEP=_STEP,

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from server.kernels.direct_launch import direct_launch
 from server.kernels.hopper import copy_tile, store_tile
 from server.kernels.mxfp8 import scale_e4m3_pairs
 
@@ -132,6 +133,7 @@ def _multiply_tiles(
     tma.store_wait(0)
 
 
+@direct_launch
 @gluon.jit(do_not_specialize=["num_row_tiles", "num_token_tiles", "num_steps"])
 def linear_hopper_kernel(
     w_desc, scales_ptr, x_desc, out_desc, N, K, num_row_tiles, num_token_tiles, num_steps,

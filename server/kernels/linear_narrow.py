@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
+from server.kernels.device import num_multiprocessors
 from server.kernels.hopper import box_descriptor
+from server.kernels.integers import cdiv, next_power_of_2
 from server.kernels.launch import pdl_options
 from server.kernels.linear_narrow_kernel import linear_narrow_kernel, sum_shares_kernel
 from server.kernels.mxfp8 import Mxfp8Weight
@@ -48,7 +49,7 @@ def _plan(tokens: int, num_rows: int, num_inputs: int, num_processors: int) -> t
     if num_inputs > _FEW_INPUTS and num_rows * num_inputs > _LARGE_WEIGHT * num_processors:
         return large, num_processors * (2 if large.is_small else 1)
     tile = few_inputs if num_inputs <= _FEW_INPUTS else small
-    num_tiles = triton.cdiv(num_rows, 64 * tile.row_groups)
+    num_tiles = cdiv(num_rows, 64 * tile.row_groups)
     return tile, max(1, num_processors // num_tiles) * min(num_tiles, num_processors)
 
 
@@ -58,11 +59,11 @@ def linear_narrow(x: Tensor, weight: Mxfp8Weight, plan: tuple[Tile, int] | None 
     T is at most MAX_TOKENS, K a multiple of STEP, rows of `x` begin on 16 bytes.
     """
     (num_tokens, num_inputs), num_rows = x.shape, weight.shape[0]
-    tokens = max(16, triton.next_power_of_2(num_tokens))
-    num_processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    tokens = max(16, next_power_of_2(num_tokens))
+    num_processors = num_multiprocessors(x.device)
     tile, most_programs = plan or _plan(tokens, num_rows, num_inputs, num_processors)
     rows, num_steps = 64 * tile.row_groups, num_inputs // STEP
-    num_tiles = triton.cdiv(num_rows, rows)
+    num_tiles = cdiv(num_rows, rows)
     num_units = num_tiles * num_steps
     programs = min(most_programs, num_units)
     is_whole = num_tiles % programs == 0
@@ -90,7 +91,7 @@ def linear_narrow(x: Tensor, weight: Mxfp8Weight, plan: tuple[Tile, int] | None 
     )
     if not is_whole:
         block_t = _SUM_BLOCK // rows
-        sum_shares_kernel[(num_tiles, triton.cdiv(num_tokens, block_t))](
+        sum_shares_kernel[(num_tiles, cdiv(num_tokens, block_t))](
             partial,
             out,
             num_tokens,
@@ -100,7 +101,7 @@ def linear_narrow(x: Tensor, weight: Mxfp8Weight, plan: tuple[Tile, int] | None 
             programs,
             ROWS=rows,
             BLOCK_T=block_t,
-            MOST=triton.cdiv(programs, num_tiles) + 1,
+            MOST=cdiv(programs, num_tiles) + 1,
             **pdl,
         )
     return out

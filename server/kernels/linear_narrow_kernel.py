@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from server.kernels.direct_launch import direct_launch
 from server.kernels.hopper import copy_tile
 from server.kernels.launch import wait_for_inputs
 
@@ -200,6 +201,7 @@ def _multiply(
         segment += 1
 
 
+@direct_launch
 @gluon.jit(do_not_specialize=["T", "num_units", "num_steps"])
 def linear_narrow_kernel(
     w_desc, scales_ptr, x_desc, out_ptr, partial_ptr, T, N, K, num_units, num_steps,
@@ -247,6 +249,7 @@ def linear_narrow_kernel(
     )  # fmt: skip
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["T", "num_units", "num_steps", "num_programs"])
 def sum_shares_kernel(
     partial_ptr, out_ptr, T, N, num_units, num_steps, num_programs,

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import cdiv, next_power_of_2
 from server.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_for_inputs_only
 from server.kernels.moe_configs import TileConfig
 from server.kernels.moe_tiles import Activation, Weight, dot_rows, stored, swiglu, weight_tile
@@ -35,6 +37,7 @@ def _list_expert(experts_ptr, slots_ptr, count_ptr, b_ids, o_p, slot, expert, nu
     tl.store(count_ptr, rank + is_new.to(tl.int32), mask=slot == num_slots - 1)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_tokens"])
 def _few_gate_up_kernel(
     x_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, act_ptr, experts_ptr, slots_ptr, count_ptr, num_tokens,
@@ -86,6 +89,7 @@ def _few_gate_up_kernel(
     tl.store(p_act, b_act.to(act_ptr.dtype.element_ty), mask=m_t[:, None] & m_n[None, :])
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_tokens"])
 def _few_down_kernel(
     act_ptr, w_ptr, scale_ptr, experts_ptr, slots_ptr, count_ptr, out_ptr, num_tokens,
@@ -148,11 +152,11 @@ def few_gate_up(
         count=lists[2 * num_slots :],
     )
     values, scales, is_mxfp8 = stored(w13)
-    _few_gate_up_kernel[(triton.cdiv(width, config.block_n), num_slots)](
+    _few_gate_up_kernel[(cdiv(width, config.block_n), num_slots)](
         x, values, scales, expert_ids, weights, found.act, found.experts, found.slots, found.count, num_tokens,
         activation.alpha, activation.beta, activation.limit, scaling, x.stride(0),
         H=hidden, WIDTH=width, TOPK=topk, SHARED_EXPERT=num_experts - 1, BLOCK_T=MAX_TOKENS, BLOCK_P=MAX_PAIRS,
-        BLOCK_J=triton.next_power_of_2(topk), MXFP8=is_mxfp8, **config.options(), **pdl_options(x.device),
+        BLOCK_J=next_power_of_2(topk), MXFP8=is_mxfp8, **config.options(), **pdl_options(x.device),
     )  # fmt: skip
     return found
 
@@ -162,7 +166,7 @@ def few_down(found: FewActivations, w2: Weight, config: TileConfig) -> Tensor:
     num_tokens, hidden, width = found.act.shape[1], w2.shape[1], w2.shape[2]
     out = found.act.new_empty((num_tokens, hidden))
     values, scales, is_mxfp8 = stored(w2)
-    _few_down_kernel[(triton.cdiv(hidden, config.block_n),)](
+    _few_down_kernel[(cdiv(hidden, config.block_n),)](
         found.act, values, scales, found.experts, found.slots, found.count, out, num_tokens,
         H=hidden, WIDTH=width, BLOCK_T=MAX_TOKENS, MXFP8=is_mxfp8, **config.options(), **pdl_options(out.device),
     )  # fmt: skip

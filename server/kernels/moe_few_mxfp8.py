@@ -8,9 +8,9 @@ activation. The inner dimension of the second product is (expert, width), so its
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
+from server.kernels.integers import next_power_of_2
 from server.kernels.launch import pdl_options
 from server.kernels.moe_configs import FewTile
 from server.kernels.moe_few_mxfp8_down import few_down_kernel
@@ -40,7 +40,7 @@ class FewMxfp8Activations:
     def constants(self) -> dict[str, int]:
         """Constants of both kernels, which do not depend on the number of tokens."""
         topk = self.expert_ids.shape[1]
-        return {"TOPK": topk, "HAS_SHARED": int(self.has_shared), "MAX_PAIRS": triton.next_power_of_2(MAX_TOKENS * topk)}
+        return {"TOPK": topk, "HAS_SHARED": int(self.has_shared), "MAX_PAIRS": next_power_of_2(MAX_TOKENS * topk)}
 
 
 def few_gate_up_mxfp8(

@@ -8,10 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from server.kernels.direct_launch import direct_launch
 from server.kernels.few_operands import add_mxfp8, copy_async, places, scale_layout, word_layout
 from server.kernels.launch import wait_for_inputs
 
 
+@direct_launch
 @gluon.jit(do_not_specialize=["T", "num_pairs", "shared_expert"])
 def few_down_kernel(
     act_ptr, w_ptr, scales_ptr, ids_ptr, table_ptr, out_ptr, T, num_pairs, shared_expert,

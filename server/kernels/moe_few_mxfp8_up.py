@@ -6,11 +6,13 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from server.kernels.direct_launch import direct_launch
 from server.kernels.few_operands import add_mxfp8, places, scale_layout, word_layout
 from server.kernels.launch import wait_for_inputs, wait_for_inputs_only
 from server.kernels.moe_tiles import swiglu
 
 
+@direct_launch
 @gluon.jit(do_not_specialize=["T", "num_pairs", "shared_expert"])
 def few_gate_up_kernel(
     x_ptr, w_ptr, scales_ptr, ids_ptr, weights_ptr, act_ptr, T, num_pairs, shared_expert, alpha, beta, limit, scaling, stride_x,

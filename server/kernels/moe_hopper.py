@@ -10,7 +10,6 @@ MXFP8 weights go from shared memory to registers, become bf16 there and enter th
 # Parameters of kernels have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from server.kernels.device import num_multiprocessors
+from server.kernels.direct_launch import direct_launch
 from server.kernels.hopper import box_descriptor
 from server.kernels.launch import pdl_options
 from server.kernels.moe_configs import HopperConfig
@@ -96,6 +97,7 @@ def _multiply_tiles(
         i_first += K // (64 * PARTS)
 
 
+@direct_launch
 @gluon.jit
 def _grouped_hopper_kernel(
     w_desc, x_desc, scale_ptr, out_ptr, row_weight_ptr, tiles_ptr, num_tiles_ptr, alpha, beta, limit,
@@ -185,7 +187,7 @@ def grouped_hopper(x: Tensor, weight: Weight, plan: ExpertPlan, activation: Acti
     x_box = min(32, config.sizes[0])
     x_desc = box_descriptor(x, (x_box, _X_STEP))
     constants = activation or Activation(1.0, 0.0, 0.0)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    processors = num_multiprocessors(x.device)
     assert config.x_stages == 0 or (is_mxfp8 and config.parts == 2), "only MXFP8 has a ring for activations, in steps of 128"
     assert config.x_stages > 0 or not is_mxfp8 or config.sizes[-1] <= 256, "without that ring MXFP8 has no columns behind 256"
     parts = config.parts if x.shape[1] % (64 * config.parts) == 0 else config.parts // 2

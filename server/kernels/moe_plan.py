@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import cdiv
 from server.kernels.launch import pdl_options, wait_for_inputs
 
 _BLOCK_P = 128  # pairs that a program places
@@ -82,6 +84,7 @@ def list_tiles(
     tl.store(num_tiles_ptr, count)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(ids_ptr, counts_ptr, num_pairs, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr):
     """Grid (blocks of pairs,); counts is [blocks, BLOCK_E] int32: how many pairs of a block chose each expert."""
@@ -92,6 +95,7 @@ def _count_kernel(ids_ptr, counts_ptr, num_pairs, BLOCK_E: tl.constexpr, BLOCK_P
     tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), b_counts)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_pairs", "num_tokens"])
 def _place_kernel(
     ids_ptr, weights_ptr, counts_ptr, pair_of_row_ptr, row_of_pair_ptr, row_weights_ptr, tiles_ptr, num_tiles_ptr,
@@ -147,7 +151,7 @@ def empty_plan(expert_ids: Tensor, num_experts: int, has_shared: bool, step_rows
     num_rows = num_pairs + (num_tokens if has_shared else 0)
     max_tiles = min(num_pairs, num_experts + num_pairs // step_rows)
     if has_shared:
-        max_tiles += triton.cdiv(num_tokens, step_rows)
+        max_tiles += cdiv(num_tokens, step_rows)
     return ExpertPlan(
         pair_of_row=torch.empty((num_rows,), dtype=torch.int32, device=device),
         row_of_pair=torch.empty((num_pairs,), dtype=torch.int32, device=device),
@@ -163,7 +167,7 @@ def plan_experts(
     """Sort [T, k] choices among `num_experts` routed experts; a shared expert has the number behind them."""
     plan = empty_plan(expert_ids, num_experts, has_shared, step_rows)
     num_pairs, device = expert_ids.numel(), expert_ids.device
-    num_blocks, block_e = triton.cdiv(num_pairs, _BLOCK_P), histogram_size(num_experts)
+    num_blocks, block_e = cdiv(num_pairs, _BLOCK_P), histogram_size(num_experts)
     counts = torch.empty((num_blocks, block_e), dtype=torch.int32, device=device)
     pdl = pdl_options(device)
     _count_kernel[(num_blocks,)](expert_ids, counts, num_pairs, BLOCK_E=block_e, BLOCK_P=_BLOCK_P, **pdl)

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import cdiv, next_power_of_2
 from server.kernels.launch import pdl_options, wait_for_inputs
 
 _TINY, _FEW = 4, 128  # up to how many tokens the cores do without the matrix unit, and programs hold weights in registers
@@ -59,6 +61,7 @@ def _cut(b_w):
     return b_high, b_middle, (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_tokens"])
 def _few_logits_kernel(
     x_ptr, weight_ptr, partial_ptr, num_tokens, stride_x,
@@ -95,6 +98,7 @@ def _few_logits_kernel(
     tl.store(partial_ptr + o_out, acc, mask=m_t[None, :] & m_e[:, None])
 
 
+@direct_launch
 @triton.jit
 def _cut_kernel(weight_ptr, pieces_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid (blocks,); pieces is [3, SIZE]: what `_cut` says."""
@@ -107,6 +111,7 @@ def _cut_kernel(weight_ptr, pieces_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     tl.store(pieces_ptr + 2 * SIZE + o_w, b_low, mask=m_w)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_tokens", "num_steps"])
 def _logits_kernel(
     x_ptr, pieces_ptr, partial_ptr, num_tokens, num_steps, stride_x,
@@ -169,6 +174,7 @@ def _choose(scores, choice, o_e, m_e, TOPK: tl.constexpr, BLOCK_K: tl.constexpr)
     return chosen, chosen_bits.to(tl.float32, bitcast=True)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_tokens", "num_shares"])
 def _choose_kernel(
     partial_ptr, bias_ptr, ids_ptr, weights_ptr, num_tokens, num_shares,
@@ -204,21 +210,21 @@ def _choose_kernel(
 def router_config(num_tokens: int, num_experts: int, hidden: int, is_bf16: bool) -> RouterConfig:
     """Tiles for a number of tokens: about one program per multiprocessor of a large GPU."""
     if num_tokens <= _TINY:
-        return RouterConfig(triton.next_power_of_2(num_tokens), 4, 1024)
-    block_e = min(64, max(16, triton.next_power_of_2(num_experts)))
+        return RouterConfig(next_power_of_2(num_tokens), 4, 1024)
+    block_e = min(64, max(16, next_power_of_2(num_experts)))
     if num_tokens <= _FEW or not is_bf16:
-        return RouterConfig(min(64, max(16, triton.next_power_of_2(num_tokens))), block_e, 128)
+        return RouterConfig(min(64, max(16, next_power_of_2(num_tokens))), block_e, 128)
     block_t = 64 if num_tokens <= 256 else 128 if num_tokens <= 2048 else 256
-    steps = triton.cdiv(hidden, 64)
-    shares = max(1, 128 // (triton.cdiv(num_tokens, block_t) * triton.cdiv(num_experts, block_e)))
-    return RouterConfig(block_t, block_e, 64, triton.cdiv(steps, min(steps, shares)), min(8, block_t // 16), 3)
+    steps = cdiv(hidden, 64)
+    shares = max(1, 128 // (cdiv(num_tokens, block_t) * cdiv(num_experts, block_e)))
+    return RouterConfig(block_t, block_e, 64, cdiv(steps, min(steps, shares)), min(8, block_t // 16), 3)
 
 
 def partial_logits(x: Tensor, router_weight: Tensor, config: RouterConfig) -> Tensor:
     """[shares, T, E] fp32, whose sum over shares is x [T, H] times router_weight [E, H]."""
     (num_tokens, hidden), num_experts = x.shape, router_weight.shape[0]
-    num_shares = triton.cdiv(hidden, config.block_k * max(1, config.num_steps))
-    grid = triton.cdiv(num_tokens, config.block_t), triton.cdiv(num_experts, config.block_e), num_shares
+    num_shares = cdiv(hidden, config.block_k * max(1, config.num_steps))
+    grid = cdiv(num_tokens, config.block_t), cdiv(num_experts, config.block_e), num_shares
     partial = torch.empty((num_shares, num_tokens, num_experts), dtype=torch.float32, device=x.device)
     pdl = pdl_options(x.device)
     constants = {"H": hidden, "E": num_experts, **config.options(), **pdl}
@@ -227,7 +233,7 @@ def partial_logits(x: Tensor, router_weight: Tensor, config: RouterConfig) -> Te
         return partial
     pieces = x.new_empty((3, num_experts, hidden))
     size = num_experts * hidden
-    _cut_kernel[(triton.cdiv(size, 2048),)](router_weight, pieces, SIZE=size, BLOCK=2048, **pdl)
+    _cut_kernel[(cdiv(size, 2048),)](router_weight, pieces, SIZE=size, BLOCK=2048, **pdl)
     _logits_kernel[grid](x, pieces, partial, num_tokens, config.num_steps, x.stride(0), **constants)
     return partial
 
@@ -239,10 +245,10 @@ def choose(partial: Tensor, correction_bias: Tensor, topk: int) -> tuple[Tensor,
     weights = torch.empty((num_tokens, topk), dtype=torch.float32, device=partial.device)
     at_once = num_shares > 16
     block_t = 1 if at_once else 4
-    _choose_kernel[(triton.cdiv(num_tokens, block_t),)](
+    _choose_kernel[(cdiv(num_tokens, block_t),)](
         partial, correction_bias, expert_ids, weights, num_tokens, num_shares, E=num_experts, TOPK=topk, BLOCK_T=block_t,
-        BLOCK_S=triton.next_power_of_2(num_shares), BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_K=triton.next_power_of_2(topk), AT_ONCE=at_once, num_warps=4, **pdl_options(partial.device),
+        BLOCK_S=next_power_of_2(num_shares), BLOCK_E=next_power_of_2(num_experts),
+        BLOCK_K=next_power_of_2(topk), AT_ONCE=at_once, num_warps=4, **pdl_options(partial.device),
     )  # fmt: skip
     return expert_ids, weights
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import cdiv, next_power_of_2
 from server.kernels.launch import pdl_options, wait_for_inputs
 from server.kernels.moe_plan import ExpertPlan, empty_plan, histogram_size, list_tiles, plan_experts
 
@@ -46,6 +48,7 @@ def _store_rows(
         tl.store(out_ptr + shared_row.to(tl.int64) * H + o_h, b_x, mask=o_h < H)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_pairs"])
 def _copy_kernel(
     x_ptr, row_of_pair_ptr, out_ptr, num_pairs, stride_x,
@@ -63,6 +66,7 @@ def _copy_kernel(
     _store_rows(out_ptr, b_x, b_row, m_k, num_pairs + token, i_h, H, SHARED, BLOCK_H)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_pairs", "num_tokens"])
 def _sort_and_copy_kernel(
     x_ptr, ids_ptr, weights_ptr, pair_of_row_ptr, row_of_pair_ptr, row_weights_ptr, tiles_ptr, num_tiles_ptr, out_ptr,
@@ -101,6 +105,7 @@ def _sort_and_copy_kernel(
             tl.store(row_weights_ptr + shared_row, 1.0)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_pairs"])
 def _combine_kernel(
     rows_ptr, row_of_pair_ptr, out_ptr, num_pairs,
@@ -130,10 +135,10 @@ def sort_rows(
     plan = plan_experts(expert_ids, weights, scaling, num_experts, has_shared, step_rows, max_rows)
     (num_tokens, topk), hidden = expert_ids.shape, x.shape[1]
     rows = x.new_empty((plan.num_rows, hidden))
-    block_h = min(2048, triton.next_power_of_2(hidden))
-    _copy_kernel[(num_tokens * triton.cdiv(hidden, block_h),)](
+    block_h = min(2048, next_power_of_2(hidden))
+    _copy_kernel[(num_tokens * cdiv(hidden, block_h),)](
         x, plan.row_of_pair, rows, num_tokens * topk, x.stride(0), H=hidden, TOPK=topk, SHARED=has_shared,
-        BLOCK_K=triton.next_power_of_2(topk), BLOCK_H=block_h, PERMUTE=permute, **pdl_options(x.device),
+        BLOCK_K=next_power_of_2(topk), BLOCK_H=block_h, PERMUTE=permute, **pdl_options(x.device),
     )  # fmt: skip
     return plan, rows
 
@@ -146,12 +151,12 @@ def _sort_and_copy(
     plan = empty_plan(expert_ids, num_experts, has_shared, step_rows)
     rows = x.new_empty((plan.num_rows, hidden))
     block_h, num_warps = (1024, 1) if num_pairs <= 512 else (2048, 8)
-    block_h = min(block_h, triton.next_power_of_2(hidden))
-    _sort_and_copy_kernel[(triton.cdiv(hidden, block_h), num_tokens + 1)](
+    block_h = min(block_h, next_power_of_2(hidden))
+    _sort_and_copy_kernel[(cdiv(hidden, block_h), num_tokens + 1)](
         x, expert_ids, weights, plan.pair_of_row, plan.row_of_pair, plan.row_weights, plan.tiles, plan.num_tiles, rows,
         num_pairs, num_tokens, scaling, x.stride(0), H=hidden, E=num_experts, TOPK=topk, SHARED=has_shared,
         STEP_ROWS=step_rows, MAX_ROWS=max_rows, BLOCK_E=histogram_size(num_experts),
-        BLOCK_P=max(128, triton.next_power_of_2(num_pairs)), BLOCK_K=triton.next_power_of_2(topk), BLOCK_H=block_h,
+        BLOCK_P=max(128, next_power_of_2(num_pairs)), BLOCK_K=next_power_of_2(topk), BLOCK_H=block_h,
         PERMUTE=permute, num_warps=num_warps, **pdl_options(x.device),
     )  # fmt: skip
     return plan, rows
@@ -161,8 +166,8 @@ def combine_rows(rows: Tensor, plan: ExpertPlan, topk: int, has_shared: bool) ->
     """Sums [T, H] of the rows [R, H] of each token."""
     num_pairs, hidden = plan.row_of_pair.shape[0], rows.shape[1]
     out = rows.new_empty((num_pairs // topk, hidden))
-    block_h = min(1024, triton.next_power_of_2(hidden))
-    _combine_kernel[(out.shape[0], triton.cdiv(hidden, block_h))](
+    block_h = min(1024, next_power_of_2(hidden))
+    _combine_kernel[(out.shape[0], cdiv(hidden, block_h))](
         rows, plan.row_of_pair, out, num_pairs, H=hidden, TOPK=topk, SHARED=has_shared, BLOCK_H=block_h,
         **pdl_options(rows.device),
     )  # fmt: skip

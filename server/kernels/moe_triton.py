@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from server.kernels.device import is_hopper
 from server.kernels.moe_configs import few_configs, few_mxfp8_tiles, grouped_config, hopper_configs
 from server.kernels.moe_few import MAX_PAIRS, few_down, few_gate_up
 from server.kernels.moe_grouped import grouped_down, grouped_gate_up
@@ -59,6 +60,5 @@ def moe_triton(
 
 def uses_hopper_products(x: Tensor, w13: Weight, w2: Weight) -> bool:
     """Whether the kernels of `moe_hopper` serve these tensors: bf16 activations, widths in multiples of 128."""
-    is_hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
     fits = w13.shape[1] % 256 == 0 and w13.shape[2] % 128 == 0 and stored(w13)[2] == stored(w2)[2]
-    return is_hopper and fits and x.dtype == torch.bfloat16
+    return fits and x.dtype == torch.bfloat16 and is_hopper(x.device)

@@ -8,12 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from server.kernels.direct_launch import direct_launch
+from server.kernels.integers import cdiv, next_power_of_2
 from server.kernels.launch import pdl_options, wait_for_inputs
 from server.kernels.moe_tiles import swiglu
 
 _BLOCK = 1024
 
 
+@direct_launch
 @triton.jit
 def _swiglu_kernel(
     gate_ptr, up_ptr, out_ptr, stride_gate, stride_up, alpha, beta, limit,
@@ -35,8 +38,8 @@ def swiglu_oai_triton(gate: Tensor, up: Tensor, alpha: float, beta: float, limit
     num_rows, width = gate.shape
     out = torch.empty((num_rows, width), dtype=gate.dtype, device=gate.device)
     if out.numel():
-        _swiglu_kernel[(num_rows, triton.cdiv(width, _BLOCK))](
+        _swiglu_kernel[(num_rows, cdiv(width, _BLOCK))](
             gate, up, out, gate.stride(0), up.stride(0), alpha, beta, limit,
-            WIDTH=width, BLOCK=min(_BLOCK, triton.next_power_of_2(width)), num_warps=4, **pdl_options(gate.device),
+            WIDTH=width, BLOCK=min(_BLOCK, next_power_of_2(width)), num_warps=4, **pdl_options(gate.device),
         )  # fmt: skip
     return out
