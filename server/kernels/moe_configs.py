@@ -58,7 +58,7 @@ class HopperConfig:
     """How rows are cut and how deep the rings are.
 
     Attributes:
-        sizes: widths of the product that are compiled, ascending; powers of two up to 256, and 288.
+        sizes: widths of the product that are compiled, ascending; powers of two up to 256 or sums of two of them, up to 288.
         parts: pieces of 64 columns per stage; even for MXFP8, which converts 128 columns at a time.
         w_stages: stages of 128 weight rows in flight.
         x_stages: pieces of activations in flight, in a ring of their own (MXFP8 and wide products); 0 if they travel with the
@@ -125,18 +125,20 @@ def _same(config: HopperConfig) -> tuple[HopperConfig, HopperConfig]:
     return config, config
 
 
+_WIDE = (64, 128, 192, 256, 288)
+
 # By format: (up to how many rows per expert on average, first product, second product), tuned on an H200.
 _HOPPER = {
     False: (
         (4.0, *_same(HopperConfig((16,), 2, 5))),
         (32.0, *_same(HopperConfig((16, 32), 2, 5))),
         (96.0, *_same(HopperConfig((64, 128), 1, 5))),
-        (inf, *_same(HopperConfig((128, 256, 288), 1, 4))),
+        (inf, *_same(HopperConfig(_WIDE, 1, 4))),
     ),
     True: (
         (4.0, HopperConfig((16,), 4, 5), HopperConfig((16,), 2, 4, 0, 2)),
         (32.0, *_same(HopperConfig((32, 64), 2, 6))),
         (96.0, *_same(HopperConfig((64, 128), 2, 4))),
-        (inf, *_same(HopperConfig((128, 256, 288), 2, 3, 4))),
+        (inf, *_same(HopperConfig(_WIDE, 2, 3, 4))),
     ),
 }

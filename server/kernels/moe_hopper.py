@@ -2,7 +2,7 @@
 
 A copy warp streams weights and activations through rings of shared memory, across tile borders, so that the memory never
 waits for the end of a tile. Two groups of four warps own 64 rows of the weight each. The number of rows of a tile picks one of
-a few widths of the product, so that nearly empty tiles cost little arithmetic.
+a few widths of the product, so that nearly empty tiles cost little arithmetic; a width that is no power of two is two products.
 
 MXFP8 weights go from shared memory to registers, become bf16 there and enter the product from there, see `moe_hopper_mxfp8`.
 """
@@ -23,7 +23,7 @@ from server.kernels.hopper import box_descriptor
 from server.kernels.launch import pdl_options
 from server.kernels.moe_configs import HopperConfig
 from server.kernels.moe_hopper_copy import copy_tiles
-from server.kernels.moe_hopper_multiply import multiply_mxfp8_narrow, multiply_mxfp8_wide, multiply_plain
+from server.kernels.moe_hopper_multiply import main_columns, multiply_mxfp8_narrow, multiply_mxfp8_wide, multiply_plain
 from server.kernels.moe_hopper_mxfp8 import FACTORS
 from server.kernels.moe_hopper_store import store_columns
 from server.kernels.moe_plan import ExpertPlan
@@ -34,12 +34,13 @@ _X_STEP = 64  # columns of activations per stage: 128 bytes
 
 @gluon.jit
 def _multiply_and_store(
-    scale_ptr, o_row, p_out, p_weight, num_rows, w_bufs, x_bufs, tail_bufs, w_ready, w_empty, x_ready, x_empty, i_first,
-    alpha, beta, limit,
+    scale_ptr, o_row, p_out, p_weight, num_rows, w_bufs, x_bufs, tail_bufs, out_buf, w_ready, w_empty, x_ready, x_empty,
+    i_first, alpha, beta, limit,
     HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, MXFP8: gl.constexpr, SIZE: gl.constexpr,
     PARTS: gl.constexpr, W_STAGES: gl.constexpr, X_STAGES: gl.constexpr,
 ):  # fmt: skip
-    MAIN: gl.constexpr = 256 if SIZE > 256 else SIZE
+    MAIN: gl.constexpr = main_columns(SIZE)
+    TAIL: gl.constexpr = SIZE - MAIN
     STEPS: gl.constexpr = K // (64 * PARTS)
     if MXFP8:
         p_scale = scale_ptr.to(gl.pointer_type(gl.uint32)) + o_row * (K // 128)
@@ -52,21 +53,21 @@ def _multiply_and_store(
         else:
             acc, acc_tail = multiply_mxfp8_wide(
                 w_bufs, x_bufs, tail_bufs, w_ready, w_empty, x_ready, x_empty, i_first, p_scale,
-                HALF, STEPS, MAIN, SIZE > 256, W_STAGES, X_STAGES,
+                HALF, STEPS, MAIN, TAIL, W_STAGES, X_STAGES,
             )  # fmt: skip
     else:
         acc, acc_tail = multiply_plain(
-            w_bufs, x_bufs, tail_bufs, w_ready, w_empty, i_first, HALF, STEPS, MAIN, SIZE > 256, PARTS, W_STAGES
+            w_bufs, x_bufs, tail_bufs, w_ready, w_empty, i_first, HALF, STEPS, MAIN, TAIL, PARTS, W_STAGES
         )
-    store_columns(acc, p_out, p_weight, num_rows, 0, alpha, beta, limit, N, GATED, MXFP8)
-    if SIZE > 256:
-        store_columns(acc_tail, p_out, p_weight, num_rows, 256, alpha, beta, limit, N, GATED, MXFP8)
+    store_columns(acc, p_out, p_weight, out_buf, num_rows, 0, alpha, beta, limit, N, GATED, MXFP8)
+    if TAIL > 0:
+        store_columns(acc_tail, p_out, p_weight, out_buf, num_rows, MAIN, alpha, beta, limit, N, GATED, MXFP8)
 
 
 @gluon.jit
 def _multiply_tiles(
-    scale_ptr, out_ptr, row_weight_ptr, tiles_ptr, w_bufs, x_bufs, tail_bufs, w_ready, w_empty, x_ready, x_empty, num_tiles,
-    alpha, beta, limit,
+    scale_ptr, out_ptr, row_weight_ptr, tiles_ptr, w_bufs, x_bufs, tail_bufs, out_bufs, w_ready, w_empty, x_ready, x_empty,
+    num_tiles, alpha, beta, limit,
     HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, MXFP8: gl.constexpr, SIZES: gl.constexpr,
     PARTS: gl.constexpr, W_STAGES: gl.constexpr, X_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -90,9 +91,9 @@ def _multiply_tiles(
         for v in gl.static_range(len(SIZES)):
             if (num_rows > (SIZES[v - 1] if v > 0 else 0)) & (num_rows <= SIZES[v]):
                 _multiply_and_store(
-                    scale_ptr, o_row, p_out, row_weight_ptr + row, num_rows, w_bufs, x_bufs, tail_bufs, w_ready, w_empty,
-                    x_ready, x_empty, i_first, alpha, beta, limit, HALF, N, K, GATED, MXFP8, SIZES[v], PARTS, W_STAGES,
-                    X_STAGES,
+                    scale_ptr, o_row, p_out, row_weight_ptr + row, num_rows, w_bufs, x_bufs, tail_bufs, out_bufs.index(HALF),
+                    w_ready, w_empty, x_ready, x_empty, i_first, alpha, beta, limit, HALF, N, K, GATED, MXFP8, SIZES[v], PARTS,
+                    W_STAGES, X_STAGES,
                 )  # fmt: skip
         i_first += K // (64 * PARTS)
 
@@ -111,7 +112,9 @@ def _grouped_hopper_kernel(
     """
     W_COLUMNS: gl.constexpr = 128 if MXFP8 else 64
     LARGEST: gl.constexpr = SIZES[len(SIZES) - 1]
-    MAIN: gl.constexpr = 256 if LARGEST > 256 else LARGEST
+    MAIN: gl.constexpr = 256 if LARGEST > 128 else 2 * main_columns(LARGEST - 1)
+    OUT_ROWS: gl.constexpr = 64 if LARGEST > 128 else 8
+    OUT_WIDTH: gl.constexpr = 32 if GATED else 64
     X_SLOTS: gl.constexpr = X_STAGES if X_STAGES > 0 else W_STAGES * PARTS
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, W_COLUMNS], w_desc.dtype)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [2 * W_STAGES * PARTS * 64 // W_COLUMNS, 64, W_COLUMNS], w_layout)
@@ -119,6 +122,8 @@ def _grouped_hopper_kernel(
     tail_bufs = gl.allocate_shared_memory(
         x_desc.dtype, [X_SLOTS if LARGEST > 256 else 1, 32 if LARGEST > 256 else 8, 64], x_desc.layout
     )
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUT_ROWS, OUT_WIDTH], x_desc.dtype)
+    out_bufs = gl.allocate_shared_memory(x_desc.dtype, [2, OUT_ROWS, OUT_WIDTH], out_layout)
     w_ready = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
     w_empty = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
     x_ready = gl.allocate_shared_memory(gl.int64, [X_SLOTS, 1], mbarrier.MBarrierLayout())
@@ -138,15 +143,15 @@ def _grouped_hopper_kernel(
             (
                 _multiply_tiles,
                 (
-                    scale_ptr, out_ptr, row_weight_ptr, tiles_ptr, w_bufs, x_bufs, tail_bufs, w_ready, w_empty, x_ready,
-                    x_empty, num_tiles, alpha, beta, limit, 0, N, K, GATED, MXFP8, SIZES, PARTS, W_STAGES, X_STAGES,
+                    scale_ptr, out_ptr, row_weight_ptr, tiles_ptr, w_bufs, x_bufs, tail_bufs, out_bufs, w_ready, w_empty,
+                    x_ready, x_empty, num_tiles, alpha, beta, limit, 0, N, K, GATED, MXFP8, SIZES, PARTS, W_STAGES, X_STAGES,
                 ),
             ),
             (
                 _multiply_tiles,
                 (
-                    scale_ptr, out_ptr, row_weight_ptr, tiles_ptr, w_bufs, x_bufs, tail_bufs, w_ready, w_empty, x_ready,
-                    x_empty, num_tiles, alpha, beta, limit, 1, N, K, GATED, MXFP8, SIZES, PARTS, W_STAGES, X_STAGES,
+                    scale_ptr, out_ptr, row_weight_ptr, tiles_ptr, w_bufs, x_bufs, tail_bufs, out_bufs, w_ready, w_empty,
+                    x_ready, x_empty, num_tiles, alpha, beta, limit, 1, N, K, GATED, MXFP8, SIZES, PARTS, W_STAGES, X_STAGES,
                 ),
             ),
             (

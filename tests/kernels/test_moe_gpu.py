@@ -5,7 +5,7 @@ import torch
 
 from server.kernels import moe_triton as dispatch
 from server.kernels.moe import moe, route
-from server.kernels.moe_configs import few_mxfp8_tiles
+from server.kernels.moe_configs import few_mxfp8_tiles, hopper_configs
 from tests.kernels.gpu_memory import poison_free_memory
 from tests.kernels.moe_reference import ACTIVATION, expected_moe, expected_route, normal, random_mxfp8, routing
 
@@ -78,6 +78,23 @@ def check(is_mxfp8, has_shared, kind, num_tokens):
     poison_free_memory()
     out = moe(x, w13, w2, expert_ids, weights, *ACTIVATION, SCALING, has_shared)
     assert relative_error(out, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("is_mxfp8", [False, True])
+@pytest.mark.parametrize("rows_per_expert", [4, 32, 96, 256])
+def test_tiles_of_every_width(is_mxfp8, rows_per_expert, monkeypatch):
+    configs = hopper_configs(rows_per_expert, is_mxfp8)
+    monkeypatch.setattr(dispatch, "hopper_configs", lambda *_: configs)
+    sizes = configs[0].sizes
+    rows = [0, 1, *sizes, *(size - 1 for size in sizes), *(size + 1 for size in sizes), 3 * sizes[-1]]
+    w13, w2 = weights_of(is_mxfp8, len(rows))
+    order = torch.randperm(sum(rows), generator=torch.Generator().manual_seed(3))
+    expert_ids = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(rows))[order, None].cuda()
+    x, weights = normal(sum(rows), HIDDEN).cuda().bfloat16(), torch.ones((sum(rows), 1), device="cuda")
+    expected = expected_moe(x, w13, w2, expert_ids, weights, SCALING)
+    poison_free_memory()
+    out = moe(x, w13, w2, expert_ids, weights, *ACTIVATION, SCALING)
+    assert float(((out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max()) < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 500, 8192])
