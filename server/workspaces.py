@@ -1,7 +1,7 @@
 """Estimates of what a step takes on a GPU for a moment, for sizing before anything runs.
 
 An engine measures it when it starts; these formulas say beforehand whether a start makes sense. They count the largest tensors
-that live at the same time, one layer's, as the kernels allocate them; see docs/kernels.md.
+of the kinds of steps, one layer's, as the kernels allocate them; see docs/kernels.md.
 """
 
 import torch
@@ -42,12 +42,11 @@ def workspace_bytes(config: M3Config, shard: Shard, itemsize: int, limits: StepL
     num_samples = min(limits.max_num_seqs, num_tokens)
     num_streams = _STREAM_TENSORS if config.vision is None else _STREAM_TENSORS + 2  # features, and in the rows' order
     stream = num_streams * num_tokens * text.hidden_size * itemsize
-    layer = max(_attention(config, shard, itemsize, limits), _mlp(config, shard, itemsize, num_tokens))
-    step = max(
-        stream + layer,
-        num_samples * text.vocab_size * (_LOGIT_COPIES * itemsize + _SCORE_BYTES),
-        _vision(config, itemsize),
-    )
+    scores, rest = _attention(config, shard, itemsize, limits)
+    layer = scores + max(rest, _mlp(config, shard, itemsize, num_tokens))
+    # The allocator keeps what scores and pictures gave back, and it does not fit what comes behind them.
+    step = max(stream + layer, num_samples * text.vocab_size * (_LOGIT_COPIES * itemsize + _SCORE_BYTES))
+    step += _vision(config, itemsize)
     return step + _penalties(text.vocab_size, limits.max_num_seqs)
 
 
@@ -56,8 +55,8 @@ def _penalties(vocab_size: int, max_num_seqs: int) -> int:
     return (1 << (max_num_seqs - 1).bit_length()) * vocab_size * _STATE_BYTES
 
 
-def _attention(config: M3Config, shard: Shard, itemsize: int, limits: StepLimits) -> int:
-    """Projections, block scores and the partial results of page-major sparse attention."""
+def _attention(config: M3Config, shard: Shard, itemsize: int, limits: StepLimits) -> tuple[int, int]:
+    """Projections with block scores, and the partial results of page-major sparse attention."""
     text = config.text
     num_kv_heads = _len(shard.kv_heads(text.num_kv_heads))
     query_width = _len(shard.even(text.num_heads, "num_attention_heads")) * text.head_dim
@@ -67,7 +66,8 @@ def _attention(config: M3Config, shard: Shard, itemsize: int, limits: StepLimits
     scores = 4 * num_kv_heads * num_blocks * 17 // 16  # fp32, and the maximum of every 16 blocks
     num_places = text.topk_blocks - 1  # blocks besides the own one
     partials = num_places * (query_width * itemsize + num_kv_heads * 16)  # with log-sum-exp and work lists
-    return limits.max_num_batched_tokens * (projected * itemsize + max(scores, partials))
+    num_tokens = limits.max_num_batched_tokens
+    return num_tokens * (projected * itemsize + scores), num_tokens * partials
 
 
 def _mlp(config: M3Config, shard: Shard, itemsize: int, num_tokens: int) -> int:

@@ -61,10 +61,10 @@ def test_ranks_hold_every_weight_at_least_once(released):
         assert whole / world < shares.pop() < whole / world + 8 * GIB
 
 
-def test_the_workspace_holds_the_two_gigabytes_of_page_major_attention(released):
-    estimate = workspace_bytes(released, Shard(), 2, StepLimits(64, 8192, 131_072))
-    assert estimate > 4096 * 15 * 4 * 8192
-    assert estimate < 4 * GIB
+def test_the_workspace_is_what_a_gpu_measured(released):
+    """5.79 GiB in bf16 and 5.74 GiB in MXFP8 on one H200, 2026-11-30 (`tests/engine/test_engine_memory_gpu.py`)."""
+    estimate = workspace_bytes(released, Shard(), 2, StepLimits(64, 8192, 1 << 20))
+    assert estimate == pytest.approx(5.77 * GIB, rel=0.1)
 
 
 def test_captured_steps_of_the_released_model_take_about_a_gibibyte(released):
