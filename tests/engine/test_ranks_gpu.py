@@ -18,12 +18,11 @@ from server.messages import Failed, FailureKind, SamplingParams, Submit
 from server.settings import load_settings
 from tests.e2e.server_process import is_running
 from tests.engine.real_engine import collect, drive, tokens_of, workers_of
-from tests.model.mixed_steps import DECISIVE_GAP, DTYPES, agreement, load, make_checkpoints, make_requests, serve
+from tests.model.mixed_steps import DECISIVE_GAP, DTYPES, MIN_RIGHT, agreement, load, make_checkpoints, make_requests, serve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 TIMEOUT_S, END_S = 240, 30  # kernels are compiled at start
-MIN_RIGHT = {"float32": 1.0, "bf16": 0.95, "mxfp8": 0.95}  # of the tokens that are no near ties
 
 
 @dataclass(frozen=True)

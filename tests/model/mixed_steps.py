@@ -36,6 +36,7 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "mxfp8": torch.bfloa
 NUM_PAGES, MAX_NUM_SEQS = 160, 17  # enough for all requests, so that no loop plans other steps than the others
 LENGTHS = (2600, 2049, 2300, 1, 17, 130, 700, 128, 3, 255, 900, 64, 1300, 5, 40, 385)
 DECISIVE_GAP = {"float32": 1e-3, "bf16": 0.3, "mxfp8": 0.3}  # between logits, beyond which a greedy choice is no near tie
+MIN_RIGHT = {"float32": 1.0, "bf16": 0.97, "mxfp8": 0.97}  # share of the other choices that are the reference's
 SMALL_LENGTHS = (2100, 2049, 1, 17, 130, 300)
 
 

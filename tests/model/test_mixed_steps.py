@@ -9,12 +9,21 @@ add nothing to that.
 import pytest
 import torch
 
-from tests.model.mixed_steps import DECISIVE_GAP, DTYPES, LOOPS, agreement, load, make_checkpoints, make_requests, serve
+from tests.model.mixed_steps import (
+    DECISIVE_GAP,
+    DTYPES,
+    LOOPS,
+    MIN_RIGHT,
+    agreement,
+    load,
+    make_checkpoints,
+    make_requests,
+    serve,
+)
 
 pytestmark = pytest.mark.gpu
 
 MAX_PARTINGS = {"float32": 0, "bf16": 4, "mxfp8": 4}  # of 16 sequences, between graphs and the plain loop
-MIN_RIGHT = {"float32": 1.0, "bf16": 0.97, "mxfp8": 0.97}
 
 
 @pytest.fixture(scope="module")
