@@ -100,7 +100,14 @@ def test_a_projection_is_the_sum_of_its_parts(tmp_path):
     ]
     sums = tmp_path / "sums.json"
     sums.write_text(
-        json.dumps({"rows": [{"num_tokens": t, "us": us, "what": w} for t, us, w in [(1, 5, "a"), (4, 9, "a"), (4, 7, "b")]]})
+        json.dumps(
+            {
+                "rows": [
+                    {"num_tokens": num_tokens, "us": us, "what": what}
+                    for num_tokens, us, what in [(1, 5, "server"), (4, 6, "nccl"), (4, 7, "server"), (8, 9, "server")]
+                ]
+            }
+        )
     )
     (projected,) = projections(rows, sums)
     assert projected.us == 3 * 80 + 57 * 50 + 120 * 7 + 20 + 600 + 20
