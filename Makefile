@@ -34,7 +34,7 @@ test-gpu-shared:
 
 test-gpu-alone:
 	$(PYTEST) -v -m gpu tests/engine/test_engine_memory_gpu.py $(PYTEST_ARGS)
-	$(PYTEST) -v -n 5 -m gpu tests/engine/test_ranks_gpu.py tests/model/test_symmetric_sum_gpu.py $(PYTEST_ARGS)
+	$(PYTEST) -v -n 5 -m gpu tests/engine/test_ranks_gpu.py tests/model/test_mailboxes_gpu.py $(PYTEST_ARGS)
 
 # The chart, the image, the alerts: with real Helm, Prometheus, nginx and podman. Needs root on Debian.
 test-deploy: $(STAMP)

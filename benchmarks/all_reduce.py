@@ -1,7 +1,8 @@
 """The sum over ranks of one step's activations: `python -m benchmarks.all_reduce` on a machine with two or more GPUs.
 
-Times what the server does, NCCL, and PyTorch's symmetric-memory kernels on [T, 6144] bf16 that lie where these want them, in
-CUDA graphs, without NVLink multicast, and writes `results/all-reduce-<ranks>x-<device>.json`.
+Times the sum with the residual addition and the norm behind it, on [T, 6144] bf16 in CUDA graphs without NVLink multicast: what
+the server does, both of its ways, NCCL and PyTorch's symmetric-memory kernel with the norm as a launch of its own, and that
+norm alone. Writes `results/all-reduce-<ranks>x-<device>.json`.
 """
 
 import argparse
@@ -18,35 +19,42 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.report import RESULTS, measured_with
 from benchmarks.timing import Timing, time_graph
+from server.kernels.all_reduce_norm import Mailboxes, all_reduce_add_norm
+from server.kernels.norm import add_rms_norm
+from server.model.mailboxes import map_mailboxes
 from server.model.shard import ProcessGroup
-from server.model.symmetric_sum import SymmetricSum
 
-HIDDEN = 6144
+HIDDEN, EPS = 6144, 1e-6
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 NUM_CALLS = 50  # in a graph
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
-def ways(num_tokens: int, rank: int, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
-    """The ways to sum, each on a buffer of its own."""
+def ways(num_tokens: int, rank: int, group: dist.ProcessGroup, mail: Mailboxes) -> dict[str, Callable[[], object]]:
+    """The ways to add up, add the residual and normalise, each on tensors of its own, and the last two alone."""
     import torch.distributed._symmetric_memory as symm_mem
 
     device = torch.device("cuda", rank)
-    plain = torch.zeros((num_tokens, HIDDEN), dtype=torch.bfloat16, device=device)
+    weight = torch.zeros(HIDDEN, dtype=torch.bfloat16, device=device)
+    buffer = symm_mem.empty((num_tokens, HIDDEN), dtype=torch.bfloat16, device=device)
+    symm_mem.rendezvous(buffer, group)
 
-    def shared() -> Tensor:
-        buffer = symm_mem.empty((num_tokens, HIDDEN), dtype=torch.bfloat16, device=device)
-        symm_mem.rendezvous(buffer, group)
-        return buffer.zero_()
+    def rows() -> Tensor:
+        return torch.randn((num_tokens, HIDDEN), device=device).bfloat16()
 
-    one, two = shared(), shared()
-    joined = ProcessGroup(group, SymmetricSum(group, device))
-    return {
-        "server": functools.partial(joined.all_reduce, torch.zeros_like(plain)),
-        "nccl": functools.partial(dist.all_reduce, plain),
-        "one shot": functools.partial(torch.ops.symm_mem.one_shot_all_reduce, one, "sum", group.group_name),
-        "two shot": functools.partial(torch.ops.symm_mem.two_shot_all_reduce_, two, "sum", group.group_name),
+    def pytorch(x: Tensor, residual: Tensor) -> object:
+        total = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x, "sum", group.group_name)
+        return add_rms_norm(total, residual, weight, EPS)
+
+    calls: dict[str, Callable[[], object]] = {
+        "norm alone": functools.partial(add_rms_norm, rows(), rows(), weight, EPS),
+        "server": functools.partial(ProcessGroup(group, mail).add_rms_norm, rows(), rows(), weight, EPS),
+        "one shot": functools.partial(all_reduce_add_norm, rows(), rows(), weight, EPS, mail, owned=False),
+        "two shots": functools.partial(all_reduce_add_norm, rows(), rows(), weight, EPS, mail, owned=True),
+        "NCCL": functools.partial(ProcessGroup(group).add_rms_norm, rows().zero_(), rows(), weight, EPS),
+        "PyTorch's one shot": functools.partial(pytorch, rows(), rows()),
     }
+    return calls
 
 
 def measure(rank: int, num_ranks: int, port: int, path: str) -> None:
@@ -56,9 +64,11 @@ def measure(rank: int, num_ranks: int, port: int, path: str) -> None:
     dist.init_process_group("nccl", rank=rank, world_size=num_ranks, device_id=torch.device("cuda", rank))
     group = dist.group.WORLD
     assert group is not None
+    mail = map_mailboxes(group, torch.device("cuda", rank))
+    dist.barrier()
     rows: list[dict[str, object]] = []
     for num_tokens in TOKENS:
-        for name, call in ways(num_tokens, rank, group).items():
+        for name, call in ways(num_tokens, rank, group, mail).items():
             dist.barrier()
             timing: Timing = time_graph([call] * NUM_CALLS)
             rows.append(
@@ -72,12 +82,13 @@ def measure(rank: int, num_ranks: int, port: int, path: str) -> None:
             )
             if rank == 0:
                 print(
-                    f"T {num_tokens:4d}  {name:9s} {timing.us:7.2f} us  [{timing.low_us:.2f}..{timing.high_us:.2f}]", flush=True
+                    f"T {num_tokens:4d}  {name:18s} {timing.us:7.2f} us  [{timing.low_us:.2f}..{timing.high_us:.2f}]",
+                    flush=True,
                 )
     if rank == 0:
         result = {
             "device": f"{num_ranks} x {torch.cuda.get_device_name()}",
-            "method": f"CUDA graph of {NUM_CALLS} sums, no NVLink multicast",
+            "method": f"CUDA graph of {NUM_CALLS} calls, no NVLink multicast",
             **measured_with("python -m benchmarks.all_reduce"),
             "rows": rows,
         }
@@ -86,11 +97,12 @@ def measure(rank: int, num_ranks: int, port: int, path: str) -> None:
     dist.destroy_process_group()
 
 
-def server_us(path: Path, num_tokens: int) -> float:
-    """What the server's sum took for at least `num_tokens` tokens."""
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["what"] == "server"]
+def sum_us(path: Path, num_tokens: int) -> float:
+    """What the server's sum of at least `num_tokens` tokens takes beyond the norm that any rank has."""
+    rows = json.loads(path.read_text())["rows"]
     enough = min(row["num_tokens"] for row in rows if row["num_tokens"] >= num_tokens)
-    return float(next(row["us"] for row in rows if row["num_tokens"] == enough))
+    us = {row["what"]: float(row["us"]) for row in rows if row["num_tokens"] == enough}
+    return us["server"] - us["norm alone"]
 
 
 def main() -> None:

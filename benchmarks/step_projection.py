@@ -1,13 +1,14 @@
 """What one step of all 60 layers on several GPUs would take, from measured parts of one rank: a projection, and called so.
 
-`dense layers + sparse layers + two sums over ranks per layer + rest of the model + logits + sampling + idle time`. The sums
-were measured between fewer GPUs than the projection speaks of, so they are a lower bound; gathering the logits is left out.
+`dense layers + sparse layers + two sums over ranks per layer + rest of the model + logits + sampling + idle time`. A sum is
+what it takes beyond the norm in the same launch, which the layers have. The sums were measured between fewer GPUs than the
+projection speaks of, so they are a lower bound; gathering the logits is left out.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.all_reduce import server_us
+from benchmarks.all_reduce import sum_us
 from benchmarks.step_report import StepRow
 
 NUM_DENSE, NUM_SPARSE = 3, 57
@@ -48,7 +49,7 @@ def _parts_us(rows: Sequence[StepRow], step: StepRow, all_reduce: Path) -> dict[
     num_dense, num_sparse = (int(word) for word in step.layers.split() if word.isdigit())
     dense_us, sparse_us = dense.us_per_layer or 0.0, sparse.us_per_layer or 0.0
     rest_us = max(0.0, (step.us or 0.0) - num_dense * dense_us - num_sparse * sparse_us)
-    sums_us = 2 * (NUM_DENSE + NUM_SPARSE) * server_us(all_reduce, step.batch or 1) if step.shard > 1 else 0.0
+    sums_us = 2 * (NUM_DENSE + NUM_SPARSE) * sum_us(all_reduce, step.batch or 1) if step.shard > 1 else 0.0
     return {
         "dense layers": NUM_DENSE * dense_us,
         "sparse layers": NUM_SPARSE * sparse_us,

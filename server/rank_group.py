@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from server.kernels.all_reduce_norm import Mailboxes
+from server.model.mailboxes import can_map_each_other, map_mailboxes
 from server.model.shard import ProcessGroup, Shard
-from server.model.symmetric_sum import SymmetricSum, can_map_each_other
 
 logger = logging.getLogger(__name__)
 
@@ -53,23 +54,23 @@ class RankGroup:
         self._hosts = dist.group.WORLD
         self._devices = dist.new_group(backend="nccl") if device.type == "cuda" else self._hosts
         assert self._devices is not None
-        self.collective = ProcessGroup(self._devices, self._small_sum(device))
+        self.collective = ProcessGroup(self._devices, self._mailboxes(device))
         self._bytes = bytearray(FRAME_BYTES)
         self._frame = torch.frombuffer(self._bytes, dtype=torch.uint8)  # the same memory
 
-    def _small_sum(self, device: torch.device) -> SymmetricSum | None:
-        """The sum of small tensors in memory that all ranks have mapped, where all of them can have it."""
+    def _mailboxes(self, device: torch.device) -> Mailboxes | None:
+        """For the sums of a few rows, where all ranks can map each other's memory."""
         world = self.shard.world
         cannot = device.type != "cuda" or not can_map_each_other(world)
         if any(self.any_rank([cannot])):
             return None
         assert self._devices is not None
-        small_sum = None
+        mailboxes = None
         try:
-            small_sum = SymmetricSum(self._devices, device)
+            mailboxes = map_mailboxes(self._devices, device)
         except RuntimeError as error:
-            logger.warning("sums of few tokens go through NCCL, too: %s", error)
-        return None if any(self.any_rank([small_sum is None])) else small_sum
+            logger.warning("the sums of a few tokens go through NCCL, too: %s", error)
+        return None if any(self.any_rank([mailboxes is None])) else mailboxes
 
     def share(self, token_ids: Tensor) -> None:
         """Give every rank the values of rank 0, in place and in the order of the stream."""

@@ -105,7 +105,7 @@ def _record_kernel(
 def tile_records(batch: AttentionBatch, tile: int) -> torch.Tensor:
     """Work records [num_query_tiles, 8] int32 of tiles that attend to all pages before their own: see `store_tile_record`.
 
-    They are made for the first layer that asks, and kept with the batch.
+    They are made for the first layer that asks, and kept with the batch: one whose tensors change is another batch.
     """
     if tile not in batch.tile_records:
         num_tiles = num_query_tiles(batch, tile)

@@ -12,13 +12,12 @@ from server.kernels.qkv_norm_rope_cache import qkv_norm_rope_cache
 from server.kernels.selection_rule import SelectionRule
 from server.model.config import TextConfig
 from server.model.quantization import projection
-from server.model.shard import Collective
 
 
 class Attention:
-    """Project, write the cache, select blocks if the layer is sparse, attend, project back and join the ranks."""
+    """Project, write the cache, select blocks if the layer is sparse, attend and project back; a partial sum of one rank."""
 
-    def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: TextConfig, collective: Collective) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: TextConfig) -> None:
         self._qkv = projection(weights, f"{prefix}.qkv")  # [(Hq + 2 * Hkv) * D + (Hi + 1) * Di, hidden]
         self._out = projection(weights, f"{prefix}.out")  # [hidden, Hq * D]
         self._q_norm, self._k_norm = weights[f"{prefix}.q_norm"], weights[f"{prefix}.k_norm"]
@@ -27,7 +26,6 @@ class Attention:
         self._num_heads = self._out.shape[1] // config.head_dim
         self._rule = SelectionRule(config.topk_blocks, config.num_init_blocks, config.num_local_blocks)
         self._config = config
-        self._collective = collective
 
     def __call__(self, x: Tensor, batch: AttentionBatch, cos_sin: Tensor, kv_lane: Tensor, index_lane: Tensor | None) -> Tensor:
         """[T, hidden] to [T, hidden]; writes the step's keys and values into the lanes."""
@@ -50,4 +48,4 @@ class Attention:
             attended = dense_attention(q, kv_lane, batch, scale)
         else:
             attended = msa_attention(q, index_q, kv_lane, index_lane, batch, self._rule, scale)
-        return self._collective.all_reduce(linear(attended.flatten(1), self._out))
+        return linear(attended.flatten(1), self._out)

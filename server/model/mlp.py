@@ -1,4 +1,4 @@
-"""The two kinds of MLP of a decoder layer: one SwiGLU, or routed experts beside a shared one."""
+"""The two kinds of MLP of a decoder layer: one SwiGLU, or routed experts beside a shared one; partial sums of one rank."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,10 @@ from server.kernels.moe import moe, route
 from server.kernels.swiglu import swiglu_oai
 from server.model.config import TextConfig
 from server.model.quantization import projection
-from server.model.shard import Collective
 
 
 class SwiGlu:
-    """`down(swiglu(gate x, up x))` on this rank's share of the width; a partial sum until the ranks are joined."""
+    """`down(swiglu(gate x, up x))` on this rank's share of the width; the MLP of layers without experts."""
 
     def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: TextConfig) -> None:
         self._gate_up = projection(weights, f"{prefix}.gate_up")  # [2 * I, hidden]
@@ -27,22 +26,10 @@ class SwiGlu:
         return linear(swiglu_oai(gate, up, config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit), self._down)
 
 
-class DenseMlp:
-    """The MLP of layers without experts."""
-
-    def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: TextConfig, collective: Collective) -> None:
-        self._swiglu = SwiGlu(weights, f"{prefix}.mlp", config)
-        self._collective = collective
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
-        return self._collective.all_reduce(self._swiglu(x))
-
-
 class MoeMlp:
     """Top-k routed experts, scaled, plus the shared expert, which is neither gated nor scaled."""
 
-    def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: TextConfig, collective: Collective) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: TextConfig) -> None:
         self._router = weights[f"{prefix}.router"]  # [E, hidden] fp32
         self._correction_bias = weights[f"{prefix}.correction_bias"]  # [E] fp32
         self._w13 = projection(weights, f"{prefix}.w13")  # [E, 2 * I, hidden]; E + 1 with the shared expert
@@ -51,7 +38,6 @@ class MoeMlp:
         if self._w2.shape[0] == config.num_experts:
             self._shared = SwiGlu(weights, f"{prefix}.shared", config)
         self._config = config
-        self._collective = collective
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
@@ -69,4 +55,4 @@ class MoeMlp:
             config.routed_scaling_factor,
             has_shared=self._shared is None,
         )
-        return self._collective.all_reduce(out if self._shared is None else out + self._shared(x))
+        return out if self._shared is None else out + self._shared(x)

@@ -10,7 +10,8 @@ from typing import Protocol
 import torch.distributed
 from torch import Tensor
 
-from server.model.symmetric_sum import SymmetricSum
+from server.kernels.all_reduce_norm import Mailboxes, all_reduce_add_norm
+from server.kernels.norm import add_rms_norm
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Shard:
 class Collective(Protocol):
     """Joins partial results of all ranks."""
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of `x` over all ranks, the same on each; may reuse the memory of `x`."""
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`add_rms_norm` of the sum of `x` [T, D] over all ranks, the same on each; may reuse the memory of `x`."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[S, n] of every rank to [S, ranks * n], the same on each: columns in the order of the ranks."""
@@ -62,9 +63,9 @@ class Collective(Protocol):
 class Alone:
     """The collective of a single rank."""
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """`x` itself."""
-        return x
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Of `x` itself."""
+        return add_rms_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """`x` itself."""
@@ -72,18 +73,18 @@ class Alone:
 
 
 class ProcessGroup:
-    """Joins over a torch.distributed group: NCCL on GPUs, Gloo on CPU; small sums by `small_sum` if there is one."""
+    """Joins over a torch.distributed group: NCCL on GPUs, Gloo on CPU; few rows through `mail` if there is any."""
 
-    def __init__(self, group: "torch.distributed.ProcessGroup", small_sum: SymmetricSum | None = None) -> None:
+    def __init__(self, group: "torch.distributed.ProcessGroup", mail: Mailboxes | None = None) -> None:
         self._group = group
-        self._small_sum = small_sum
+        self._mail = mail
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the group; in place unless it is a small one."""
-        if self._small_sum is not None and self._small_sum.takes(x):
-            return self._small_sum(x)
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Of the sum over the group."""
+        if self._mail is not None and self._mail.takes(x):
+            return all_reduce_add_norm(x, residual, weight, eps, self._mail)
         torch.distributed.all_reduce(x, group=self._group)
-        return x
+        return add_rms_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The columns of all ranks."""

@@ -104,7 +104,10 @@ def test_a_projection_is_the_sum_of_its_parts(tmp_path):
             {
                 "rows": [
                     {"num_tokens": num_tokens, "us": us, "what": what}
-                    for num_tokens, us, what in [(1, 5, "server"), (4, 6, "nccl"), (4, 7, "server"), (8, 9, "server")]
+                    for num_tokens, us, what in [
+                        *[(1, 5, "server"), (4, 6, "NCCL"), (4, 9, "server"), (8, 11, "server")],
+                        *[(1, 1, "norm alone"), (4, 2, "norm alone"), (8, 3, "norm alone")],
+                    ]
                 ]
             }
         )

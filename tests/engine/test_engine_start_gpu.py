@@ -6,7 +6,7 @@ import torch
 from server import engine_setup
 from server.model.config import RELEASED_DIR
 from server.model.progress import NoProgress
-from server.model.shard import Shard
+from server.model.shard import Alone, Shard
 from server.settings import load_settings
 from tests.engine.test_ranks_gpu import Case
 from tests.model.mixed_steps import DTYPES, make_checkpoints
@@ -16,14 +16,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 CACHE_BYTES = 4 << 30
 
 
-class LonelyRank:
+class LonelyRank(Alone):
     """Rank 0 of two, as `server.model.ranks.Ranks`; in place of the other one's parts it takes nothing, or its own again."""
 
     def __init__(self):
         self.shard, self.collective = Shard(0, 2), self
-
-    def all_reduce(self, x):
-        return x
 
     def all_gather(self, x):
         return x.repeat(1, 2)

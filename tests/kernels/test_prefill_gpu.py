@@ -120,9 +120,10 @@ def test_a_captured_graph_follows_new_lengths_and_pages():
     out, dense = poisoned(q.shape, q.dtype), poisoned(q.shape, q.dtype)
 
     def step():
-        attend_to = select(index_q, index_lane.nan_to_num(0.5), batch)
-        sparse_prefill(q, kv_lane.nan_to_num(0.5), attend_to, batch, SCALE, out)
-        dense_prefill(q, kv_lane.nan_to_num(0.5), batch, SCALE, dense)
+        fresh = replace(batch)  # without the records of tiles that an earlier step made
+        attend_to = select(index_q, index_lane.nan_to_num(0.5), fresh)
+        sparse_prefill(q, kv_lane.nan_to_num(0.5), attend_to, fresh, SCALE, out)
+        dense_prefill(q, kv_lane.nan_to_num(0.5), fresh, SCALE, dense)
 
     step()
     torch.cuda.synchronize()

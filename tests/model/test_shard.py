@@ -3,6 +3,7 @@ import threading
 import pytest
 import torch
 
+from server.kernels.norm import add_rms_norm
 from server.kvcache.pools import CachePools
 from server.model.config import cache_spec
 from server.model.loader import load_parameters
@@ -24,8 +25,8 @@ class ThreadSum:
         self._parts = {}
         self.rank = threading.local()
 
-    def all_reduce(self, x):
-        return self._join(x, lambda parts: torch.stack(parts).sum(0))
+    def add_rms_norm(self, x, *others):
+        return add_rms_norm(self._join(x, lambda parts: torch.stack(parts).sum(0)), *others)
 
     def all_gather(self, x):
         return self._join(x, lambda parts: torch.cat(parts, dim=1))
