@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,23 @@ if "PYTEST_XDIST_WORKER" in os.environ and "ONE_GPU_PER_WORKER" in os.environ:
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, so before any import of ours
+
+
+def patch_triton_once() -> None:
+    """Make `triton.language` Python functions for the life of this process, as Triton's interpreter does.
+
+    It looks through the whole language for what to patch at every launch and at every call of a device function, which is
+    half of the time that an interpreted kernel takes.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    patch_triton_once()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
