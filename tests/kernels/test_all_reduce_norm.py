@@ -19,9 +19,9 @@ def words_of(rows):
 class Office:
     """The mailboxes of all ranks in one process, as [round, sender, word]."""
 
-    def __init__(self, world):
+    def __init__(self, world, word=EMPTY):
         shape = (NUM_ROUNDS, world, SENDER_BYTES // 4)
-        self.boxes = [torch.full(shape, EMPTY, dtype=torch.int32, device=DEVICE) for _ in range(world)]
+        self.boxes = [torch.full(shape, word, dtype=torch.int32, device=DEVICE) for _ in range(world)]
         self.addresses = torch.tensor([box.data_ptr() for box in self.boxes], device=DEVICE)
 
     def mail_of(self, rank, turn=0):
@@ -142,35 +142,33 @@ def test_many_rows_of_many_ranks_go_in_two_shots(num_rows, world, expected):
 
 def ranks_on_one_gpu(world, num_rows, owned, steps):
     """Graphs of several steps in a row, each rank on a stream of its own; yields what every rank got in each replay."""
-    office = Office(world)
     parts = torch.randn((world, num_rows, 6144), device=DEVICE).bfloat16()
     residual, weight = torch.randn((num_rows, 6144), device=DEVICE).bfloat16(), torch.randn(6144, device=DEVICE).bfloat16()
-    streams = [torch.cuda.Stream() for _ in range(world)]
-    mails = [office.mail_of(rank) for rank in range(world)]
 
-    def chain(rank):
-        found, x, stream = [], parts[rank], residual
+    def chain(mail):
+        found, x, stream = [], parts[mail.rank], residual
         for _ in range(steps):
-            x, stream = all_reduce_add_norm(x, stream, weight, EPS, mails[rank], owned=owned)
+            x, stream = all_reduce_add_norm(x, stream, weight, EPS, mail, owned=owned)
             found.append(stream)
         return found
 
-    def run(launch):
-        """Side by side: a rank waits for the others."""
-        torch.cuda.synchronize()
-        for rank, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                launch(rank)
-        torch.cuda.synchronize()
-
-    run(chain)
-    graphs, totals = [torch.cuda.CUDAGraph() for _ in range(world)], []
+    full = Office(world, word=0)  # nobody waits there: programs cannot be loaded while one waits
     for rank in range(world):
-        with torch.cuda.graph(graphs[rank], stream=streams[rank]):
-            totals.append(chain(rank))
+        all_reduce_add_norm(parts[rank], residual, weight, EPS, full.mail_of(rank), owned=owned)
+    office = Office(world)
+    mails, streams = [office.mail_of(rank) for rank in range(world)], [torch.cuda.Stream() for _ in range(world)]
+    torch.cuda.synchronize()
+    graphs, totals = [torch.cuda.CUDAGraph() for _ in range(world)], []
+    for mail, graph, stream in zip(mails, graphs, streams, strict=True):
+        with torch.cuda.graph(graph, stream=stream):
+            totals.append(chain(mail))
     for _ in range(10):
         parts.copy_(torch.randn(parts.shape, device=DEVICE))
-        run(lambda rank: graphs[rank].replay())
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()  # side by side: a rank waits for the others
+        torch.cuda.synchronize()
         yield parts, residual, totals
 
 
