@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         is_known = isinstance(error, StartError)
         logger.error("rank %d leaves: %s", rank, error, exc_info=not is_known)
         reason_file_of(launch, rank).write_text(str(error) if is_known else f"{type(error).__name__}: {error}")
-        return 1
+        os._exit(1)  # while the traceback holds what this rank has: giving that up may wait for a sum that never ends
     return 0
 
 

@@ -144,13 +144,18 @@ def build(*args, ranks, **options):
 rank_worker.build = build
 sys.exit(rank_worker.main(sys.argv[1:]))
 """
-ENGINE_WITH_BROKEN_WORKER = f"""
+
+
+def engine_with(worker):
+    """The command of an engine whose other rank runs the script `worker`."""
+    script = f"""
 import sys
 from server import engine, rank_team
 
-rank_team.WORKER_COMMAND = (sys.executable, "-c", {BROKEN_WORKER!r})
+rank_team.WORKER_COMMAND = (sys.executable, "-c", {worker!r})
 sys.exit(engine.main())
 """
+    return sys.executable, "-c", script
 
 
 def test_a_rank_that_cannot_start_is_the_reason_why_the_engine_is_not_ready(checkpoint):
@@ -160,7 +165,33 @@ def test_a_rank_that_cannot_start_is_the_reason_why_the_engine_is_not_ready(chec
         await client.died.wait()
         assert client.exit_code == 1
 
-    with_engine(scenario, checkpoint, command=(sys.executable, "-c", ENGINE_WITH_BROKEN_WORKER))
+    with_engine(scenario, checkpoint, command=engine_with(BROKEN_WORKER))
+
+
+LOST_WORKER = """
+import sys
+import threading
+import weakref
+from server import rank_worker
+
+def follow(runner, group):
+    weakref.finalize(runner, threading.Event().wait)  # as CUDA's, behind a sum that never ends
+    raise ConnectionError("rank 0 is lost")
+
+rank_worker.follow = follow
+sys.exit(rank_worker.main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_that_is_lost_leaves_with_what_it_holds(checkpoint):
+    """It once gave up its pinned memory first, which waited for a sum that waited for the other rank."""
+
+    async def scenario(client):
+        async with asyncio.timeout(TIMEOUT_S):
+            await client.died.wait()
+        assert client.exit_code == 1
+
+    with_engine(scenario, checkpoint, command=engine_with(LOST_WORKER))
 
 
 def test_a_model_that_cannot_be_cut_is_refused_by_name(checkpoint):
