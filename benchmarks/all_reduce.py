@@ -87,7 +87,8 @@ def measure(rank: int, num_ranks: int, port: int, path: str) -> None:
                 )
     if rank == 0:
         result = {
-            "device": f"{num_ranks} x {torch.cuda.get_device_name()}",
+            "device": torch.cuda.get_device_name(),
+            "num_gpus": num_ranks,
             "method": f"CUDA graph of {NUM_CALLS} calls, no NVLink multicast",
             **measured_with("python -m benchmarks.all_reduce"),
             "rows": rows,
@@ -97,12 +98,24 @@ def measure(rank: int, num_ranks: int, port: int, path: str) -> None:
     dist.destroy_process_group()
 
 
-def sum_us(path: Path, num_tokens: int) -> float:
-    """What the server's sum of at least `num_tokens` tokens takes beyond the norm that any rank has."""
-    rows = json.loads(path.read_text())["rows"]
-    enough = min(row["num_tokens"] for row in rows if row["num_tokens"] >= num_tokens)
-    us = {row["what"]: float(row["us"]) for row in rows if row["num_tokens"] == enough}
-    return us["server"] - us["norm alone"]
+class Sums:
+    """What was measured.
+
+    Attributes:
+        num_gpus: between how many.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read a result file."""
+        result = json.loads(path.read_text())
+        self.num_gpus: int = result["num_gpus"]
+        self._rows = result["rows"]
+
+    def us(self, num_tokens: int) -> float:
+        """What the server's sum of at least `num_tokens` tokens takes beyond the norm that any rank has."""
+        enough = min(row["num_tokens"] for row in self._rows if row["num_tokens"] >= num_tokens)
+        us = {row["what"]: float(row["us"]) for row in self._rows if row["num_tokens"] == enough}
+        return us["server"] - us["norm alone"]
 
 
 def main() -> None:

@@ -26,7 +26,6 @@ from server.model.config import cache_spec
 from server.model.shard import Shard
 
 PARTS = ("prefill", "prompt", "decode", "head", "loop")
-ALL_REDUCE = RESULTS / "all-reduce-2x-nvidia-h200.json"
 DENSE_LAYERS, DENSE_LAYERS_OF_SHARD = 2, 8  # half of them read more than the second-level cache holds
 _K = 1024
 
@@ -52,7 +51,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=RELEASED_CONFIG, help="widths: a config.json in the released spelling")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--eager", action="store_true", help="decode steps without CUDA graphs")
-    parser.add_argument("--all-reduce", type=Path, default=ALL_REDUCE, help="times of benchmarks.all_reduce")
+    parser.add_argument(
+        "--all-reduce",
+        type=Path,
+        nargs="+",
+        default=sorted(RESULTS.glob("all-reduce-*x-nvidia-h200.json")),
+        help="times of benchmarks.all_reduce, for a projection with each of them",
+    )
     parser.add_argument("--out", type=Path, default=None, help="JSON file; results/step-<device>[-shard<n>].json if unset")
     arguments = parser.parse_args()
     quick = arguments.quick
@@ -117,7 +122,7 @@ def main() -> None:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    if arguments.shard > 1 and arguments.all_reduce.exists():
+    if arguments.shard > 1:
         for row in projections(list(file.rows), arguments.all_reduce):
             file.add(row)
     print(f"wrote {path}")

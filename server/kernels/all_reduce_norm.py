@@ -24,7 +24,7 @@ MAX_ROWS: Final = 128
 SENDER_BYTES: Final = MAX_ROWS * 6144 * 2  # of one sender's rows in one round; the released width fits
 NUM_ROUNDS: Final = 3
 EMPTY: Final = -0x7FFF8000  # two bf16 of -0.0
-_ONE_SHOT_BYTES: Final = 1 << 20  # that a rank may send in one shot beyond what it would send in two
+_ONE_SHOT_BYTES: Final = 1 << 19  # that a rank may send in one shot beyond what it would send in two
 
 
 @dataclass(frozen=True)

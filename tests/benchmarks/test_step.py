@@ -102,17 +102,18 @@ def test_a_projection_is_the_sum_of_its_parts(tmp_path):
     sums.write_text(
         json.dumps(
             {
+                "num_gpus": 2,
                 "rows": [
                     {"num_tokens": num_tokens, "us": us, "what": what}
                     for num_tokens, us, what in [
                         *[(1, 5, "server"), (4, 6, "NCCL"), (4, 9, "server"), (8, 11, "server")],
                         *[(1, 1, "norm alone"), (4, 2, "norm alone"), (8, 3, "norm alone")],
                     ]
-                ]
+                ],
             }
         )
     )
-    (projected,) = projections(rows, sums)
+    (projected,) = projections(rows, [sums])
     assert projected.us == 3 * 80 + 57 * 50 + 120 * 7 + 20 + 600 + 20
-    assert (projected.mode, projected.goal_us) == ("projection", 4500.0)
-    assert not list(projections(rows[:-1], sums))
+    assert (projected.what, projected.mode, projected.goal_us) == ("60 layers, sums of 2 GPUs", "projection", 4500.0)
+    assert not list(projections(rows[:-1], [sums]))

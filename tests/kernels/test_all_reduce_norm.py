@@ -134,7 +134,7 @@ def test_mailboxes_take_what_fits_them(x, is_taken):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "world", "expected"), [(MAX_ROWS, 2, False), (16, 4, False), (64, 4, True), (8, 8, False), (32, 8, True)]
+    ("num_rows", "world", "expected"), [(MAX_ROWS, 2, False), (16, 4, False), (32, 4, True), (8, 8, False), (16, 8, True)]
 )
 def test_many_rows_of_many_ranks_go_in_two_shots(num_rows, world, expected):
     assert has_owners(num_rows * 6144 * 2, world) == expected
