@@ -1,12 +1,14 @@
 """Steps to time: decode batches and prefill chunks over a page pool of random keys and values."""
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from benchmarks.limits import Chunk
+from benchmarks.slices import Layers
 from server.kernels.attention_batch import AttentionBatch
 from server.kvcache.pools import CachePools, CacheSpec
 from server.model.decode_graphs import context_ladder
@@ -35,6 +37,15 @@ def random_pools(spec: CacheSpec, num_bytes: int, device: torch.device) -> Cache
     for lane in (pools.dense, pools.index, pools.sparse):
         lane.normal_()
     return pools
+
+
+def pools_of(pools: CachePools, layers: Layers) -> CachePools:
+    """Those of a part of a slice: the first lanes of each kind, in the same memory."""
+    part = copy.copy(pools)
+    part.spec = replace(pools.spec, layer_is_sparse=(False,) * layers.num_dense + (True,) * layers.num_sparse)
+    part.dense = pools.dense[: layers.num_dense]
+    part.index, part.sparse = pools.index[: layers.num_sparse], pools.sparse[: layers.num_sparse]
+    return part
 
 
 def decode_case(batch_size: int, context: int, pools: CachePools, vocab_size: int, window: int) -> StepCase:

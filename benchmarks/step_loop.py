@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.limits import Chunk
+from benchmarks.step_cases import pools_of
 from benchmarks.step_parts import Bench
 from benchmarks.step_report import StepRow
 from benchmarks.timing import Timing, summary
@@ -208,7 +209,7 @@ class _Measured:
 def _model_runner(bench: Bench, mode: Mode, batch: int, max_len: int) -> ModelRunner:
     runner = ModelRunner(
         bench.whole.model(bench.layers),
-        bench.pools,
+        pools_of(bench.pools, bench.layers),
         max_num_seqs=batch,
         max_model_len=max_len,
         vocab_size=bench.whole.config.text.vocab_size,

@@ -13,11 +13,10 @@ import torch
 from benchmarks.limits import LayerLimits
 from benchmarks.routing import distinct_experts
 from benchmarks.slices import Layers, Slice
-from benchmarks.step_cases import StepCase, decode_case, prefill_case
+from benchmarks.step_cases import StepCase, decode_case, pools_of, prefill_case
 from benchmarks.step_report import StepRow
 from benchmarks.timing import Timing, time_events, time_graph, time_host
 from server.kvcache.pools import CachePools
-from server.model.m3 import M3Model
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class Bench:
         whole: the weights; they may have more dense layers than the slice that is named and timed as a whole.
         layers: that slice.
         dtype: as rows name it.
-        pools: the cache.
+        pools: the cache of all layers that have weights.
         limits: of the whole slice's layers.
         use_graphs: capture decode steps; otherwise they run eagerly.
     """
@@ -52,6 +51,11 @@ class Bench:
     pools: CachePools
     limits: LayerLimits
     use_graphs: bool
+
+    def forward(self, layers: Layers, case: StepCase) -> Callable[[], object]:
+        """The forward pass of a part of the slice."""
+        model, pools = self.whole.model(layers), pools_of(self.pools, layers)
+        return lambda: model.forward(case.token_ids, case.batch, pools)
 
     def limit_us(self, layers: Layers, case: StepCase, distinct: float | None = None) -> float:
         """Limit of the layers of a part of the slice in a step that touches `distinct` experts, see `limits`."""
@@ -130,8 +134,8 @@ def step_rows(
     half = replace(whole, num_sparse=whole.num_sparse // 2)
     parts = {whole, half, Layers(dense, 0), Layers(dense // 2, 0)} - {Layers(0, 0)}
     try:
-        timings = {layers: time(_forward(bench.whole.model(layers), case, bench.pools)) for layers in parts}
-        distinct = distinct_experts(bench.whole, whole, case, bench.pools)
+        timings = {layers: time(bench.forward(layers, case)) for layers in parts}
+        distinct = distinct_experts(bench.whole, whole, case, pools_of(bench.pools, whole))
     except Exception as error:
         yield bench.failed(part, "slice", error, **common)
         return
@@ -151,10 +155,6 @@ def step_rows(
         difference = _difference(timings[Layers(dense, 0)][0], timings[Layers(dense // 2, 0)][0])
         limit = bench.limit_us(Layers(dense - dense // 2, 0), case)
         yield bench.row(part, "dense layer", difference, limit, dense - dense // 2, mode, **common)
-
-
-def _forward(model: M3Model, case: StepCase, pools: CachePools) -> Callable[[], object]:
-    return lambda: model.forward(case.token_ids, case.batch, pools)
 
 
 def decode_rows(bench: Bench, batches: list[int], contexts: list[int], most_tokens: int) -> Iterator[StepRow]:
@@ -183,9 +183,9 @@ def prompt_row(bench: Bench, prompt_len: int, chunk: int) -> StepRow:
     common = {"batch": 1, "context": prompt_len, "num_tokens": chunk, "layers": str(bench.layers)}
     what = f"slice, in chunks of {chunk}"
     try:
-        model, vocab_size = bench.whole.model(bench.layers), bench.whole.config.text.vocab_size
+        vocab_size = bench.whole.config.text.vocab_size
         cases = [prefill_case(start, chunk, bench.pools, vocab_size) for start in range(0, prompt_len, chunk)]
-        calls = [_forward(model, case, bench.pools) for case in cases]
+        calls = [bench.forward(bench.layers, case) for case in cases]
         timing, mode = time_prefill(lambda: [call() for call in calls])
         limit = sum(bench.limit_us(bench.layers, case) for case in cases)
     except Exception as error:

@@ -33,10 +33,15 @@ class TextModel:
         self._collective = collective
         self._final_norm = weights["norm"]
         self._cos_sin = cos_sin  # [max_positions, rotary_dim] fp32
+        self._layer_is_sparse = config.layer_is_sparse
         self._eps = config.rms_norm_eps
 
     def __call__(self, embedded: Tensor, batch: AttentionBatch, pools: CachePools) -> Tensor:
-        """[T, hidden] embeddings to [T, hidden] after the final norm; writes the step's tokens into every lane."""
+        """[T, hidden] embeddings to [T, hidden] after the final norm; writes the step's tokens into every lane.
+
+        `pools` must be of this model's layers: a sparse one without index keys would attend to everything.
+        """
+        assert pools.spec.layer_is_sparse == self._layer_is_sparse, "the cache is that of other layers"
         residual, join = embedded, self._collective.add_rms_norm
         normed = gemma_rms_norm(residual, self._layers[0].input_norm, self._eps)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]

@@ -6,7 +6,7 @@ import torch
 from benchmarks.routing import distinct_experts
 from benchmarks.slice_checkpoint import write_checkpoint
 from benchmarks.slices import Layers, Slice, slice_values
-from benchmarks.step_cases import decode_case, prefill_case, random_pools
+from benchmarks.step_cases import decode_case, pools_of, prefill_case, random_pools
 from server.api.chat_format import ChatFormat
 from server.kernels.mxfp8 import GROUP_SIZE, Mxfp8Weight, dequantize_torch
 from server.model.config import M3Config, cache_spec
@@ -46,9 +46,18 @@ def test_a_part_has_the_layers_of_the_slice(tiny_slice):
     config, weights = tiny_slice.part(Layers(0, 1))
     assert (config.text.num_layers, config.text.layer_is_sparse) == (1, (True,))
     assert weights["layers.0.qkv"] is tiny_slice.weights["layers.1.qkv"]
+    part = pools_of(pools, Layers(0, 1))
+    assert part.index_lane(0).data_ptr() == pools.index_lane(1).data_ptr()
     assert not torch.equal(
-        forward(tiny_slice.model(tiny_slice.layers), case, pools), forward(tiny_slice.model(Layers(0, 1)), case, pools)
+        forward(tiny_slice.model(tiny_slice.layers), case, pools), forward(tiny_slice.model(Layers(0, 1)), case, part)
     )
+
+
+def test_a_cache_of_other_layers_is_refused(tiny_slice):
+    """Benchmarks once gave a sparse layer the lanes of a dense one, where it attended to the whole context."""
+    pools = random_pools(cache_spec(tiny_slice.config, torch.float32), 1 << 22, CPU)
+    with pytest.raises(AssertionError, match="the cache is that of other layers"):
+        forward(tiny_slice.model(Layers(0, 1)), prefill_case(0, 5, pools, 100), pools)
 
 
 def test_quantised_weights_have_the_spread_of_plain_ones(tiny_config):
