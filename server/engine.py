@@ -205,13 +205,10 @@ def main() -> int:
     heartbeat = Heartbeat(launch.heartbeat_fd)
     team = RankTeam(launch)
     try:
-        code = serve(launch, channel, heartbeat, team)
+        return serve(launch, channel, heartbeat, team)
     finally:
         team.close()
         channel.close()
-    if launch.settings.tensor_parallel_size > 1:
-        os._exit(code)  # a collective that never ends would hold up the interpreter's own end
-    return code
 
 
 def serve(launch: EngineLaunch, channel: EngineChannel, heartbeat: Heartbeat, team: RankTeam) -> int:
@@ -241,4 +238,5 @@ def serve(launch: EngineLaunch, channel: EngineChannel, heartbeat: Heartbeat, te
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # At once: the interpreter's own end takes about a second with torch, and a collective that never ends would hold it up.
+    os._exit(main())

@@ -222,11 +222,12 @@ class Service:
         """Start the children; returns before the model is loaded. `admin_port` listens too, and not for clients."""
         self._admin_port = admin_port
         self._life.start()
-        await self.media.start()
+        await self.media.make_slab()
         if self._engine is None:
             self._engine = EngineClient(self.settings, self.media.slab_name)
         await self.engine.start()
         self._life.watch(self.engine)
+        await self.media.start()  # while the engine loads
         self._tasks.append(asyncio.create_task(self._supervise(), name="supervisor"))
 
     async def stop(self) -> None:

@@ -61,7 +61,7 @@ class MediaPipeline:
 
     @property
     def slab(self) -> MediaSlab:
-        """The allocator; there is one between `start` and `close`."""
+        """The allocator; there is one between `make_slab` and `close`."""
         assert self._slab is not None, "the media pipeline is not running"
         return self._slab
 
@@ -76,15 +76,24 @@ class MediaPipeline:
         """What another process opens the slab by."""
         return self.slab.name
 
+    async def make_slab(self) -> None:
+        """Make the slab, so that what needs its name can start before the workers have.
+
+        Raises:
+            SlabError: there is no room for it.
+        """
+        self._slab = await asyncio.to_thread(MediaSlab, self._config.slab_bytes, max_waiting=self._config.max_waiting)
+
     async def start(self) -> None:
-        """Make the slab and start the workers.
+        """Start the workers; makes the slab first when there is none.
 
         Raises:
             SlabError: there is no room for the slab.
             OSError, WorkerDiedError, TimeoutError: a worker cannot start.
         """
         config = self._config
-        self._slab = await asyncio.to_thread(MediaSlab, config.slab_bytes, max_waiting=config.max_waiting)
+        if self._slab is None:
+            await self.make_slab()
         pool = WorkerPool(
             PoolConfig(
                 num_workers=config.num_workers,
@@ -92,13 +101,13 @@ class MediaPipeline:
                 recycle_tasks=config.recycle_tasks,
                 recycle_bytes=config.recycle_bytes,
             ),
-            Setup(slab_name=self._slab.name, memory_bytes=config.worker_memory_bytes),
+            Setup(slab_name=self.slab_name, memory_bytes=config.worker_memory_bytes),
             self._spawner,
         )
         try:
             await pool.start()
         except BaseException:
-            self._slab.close()
+            self.slab.close()
             self._slab = None
             raise
         self._pool = pool

@@ -213,6 +213,9 @@ class ScriptedMedia:
         self.load_ended = threading.Event()
         self._hang = hang
 
+    async def make_slab(self):
+        pass
+
     async def start(self):
         pass
 

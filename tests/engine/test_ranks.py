@@ -149,11 +149,11 @@ sys.exit(rank_worker.main(sys.argv[1:]))
 def engine_with(worker):
     """The command of an engine whose other rank runs the script `worker`."""
     script = f"""
-import sys
+import os, sys
 from server import engine, rank_team
 
 rank_team.WORKER_COMMAND = (sys.executable, "-c", {worker!r})
-sys.exit(engine.main())
+os._exit(engine.main())
 """
     return sys.executable, "-c", script
 
