@@ -17,10 +17,12 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Tests that start servers come last and alone: some of them look at response times.
+# Tests that start servers wait much, so more of them than cores run at once. Those that look at response times come last and alone.
+SERVERS ?= 3
 test: $(STAMP)
-	$(BIN)/pytest -n auto --dist loadfile -m "not gpu and not deploy and not e2e" $(PYTEST_ARGS)
-	$(BIN)/pytest -m "e2e and not deploy" $(MORE_TRIES) $(PYTEST_ARGS)
+	$(BIN)/pytest -n auto --dist worksteal -m "not gpu and not deploy and not e2e" $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(SERVERS) --dist loadgroup -m "e2e and not deploy and not alone" $(MORE_TRIES) $(PYTEST_ARGS)
+	$(BIN)/pytest -m "alone and not deploy" $(MORE_TRIES) $(PYTEST_ARGS)
 
 # What needs a Hopper GPU, in the environment as it is. Two ranks need two; what measures a GPU's memory needs one to itself, so it comes
 # late, and workers leave it the first of several: then `make -j2 test-gpu` runs both parts at once.

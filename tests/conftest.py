@@ -45,8 +45,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu`, leave out files without such tests: every worker would import all of them."""
-    if config.option.markexpr == "gpu" and collection_path.suffix == ".py" and "mark.gpu" not in collection_path.read_text():
+    """Leave out files without the tests that `-m` asks for first: every worker would import all of them."""
+    first = config.option.markexpr.split(" ")[0]
+    is_few = first in ("gpu", "e2e", "alone")
+    if is_few and collection_path.suffix == ".py" and f"mark.{first}" not in collection_path.read_text():
         return True
     return None
 
@@ -64,7 +66,9 @@ def put_slow_ones_first(items: list[pytest.Item], num_workers: int) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where no Hopper GPU is."""
+    """Several workers begin with what takes long; tests marked `gpu` are skipped where no Hopper GPU is."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     put_slow_ones_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         return

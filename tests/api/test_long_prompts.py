@@ -30,6 +30,7 @@ def cpu_s(pid):
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.slow
 def test_health_and_streams_go_on_while_a_process_of_their_own_prepares_prompts_of_27_megabytes():
     body = chat_body("The quick brown fox. " * (NUM_BYTES // 21))

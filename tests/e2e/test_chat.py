@@ -9,19 +9,13 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.e2e.server_process import ServerProcess, wait_until
+from tests.e2e.server_process import wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("server")]
 
 HELLO = [{"role": "user", "content": "Tell me a story."}]
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
 STATS_PERIOD_S = 0.5  # an idle engine reports that often
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ServerProcess() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

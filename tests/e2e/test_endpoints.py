@@ -8,9 +8,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.e2e.server_process import ServerProcess
-
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("server")]
 
 PARAMETERS = {
     "type": "object",
@@ -24,12 +22,6 @@ class Answer(pydantic.BaseModel, extra="forbid"):
     """Finite, so that no limit cuts it off."""
 
     sure: bool
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ServerProcess() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,14 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.e2e.server_process import ServerProcess
 from tests.media.clips import clip
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("server")]
 
 
 @pytest.fixture(scope="module")
-def client():
-    with ServerProcess() as server, openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
         yield client
 
 

@@ -51,15 +51,14 @@ def rank_pids(engine_pid):
         return [int(pid) for pid in file.read().split()]
 
 
-def test_two_ranks_answer_like_one_and_leave_together():
-    with ServerProcess() as server:
-        expected = answers(server)
-    with ServerProcess((*SERVE, "--tensor-parallel-size", "2")) as server:
-        assert answers(server) == expected
-        engine_pid = server.engine_pid()
+@pytest.mark.xdist_group("server")
+def test_two_ranks_answer_like_one_and_leave_together(server):
+    with ServerProcess((*SERVE, "--tensor-parallel-size", "2")) as two:
+        assert answers(two) == answers(server)
+        engine_pid = two.engine_pid()
         (worker_pid,) = rank_pids(engine_pid)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        two.process.send_signal(signal.SIGTERM)
+        assert two.process.wait(20) == 0
         assert not is_running(engine_pid)
         assert not is_running(worker_pid)
 

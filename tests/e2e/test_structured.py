@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.server_process import ServerProcess, wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("server with keys")]
 
 HELLO = [{"role": "user", "content": "Weather in Oslo?"}]
 OPTIONS = {"model": "tiny", "messages": HELLO, "max_tokens": 400, "seed": 1}
