@@ -382,8 +382,9 @@ def test_parsed_bodies_may_take_forty_times_their_length_but_not_more():
         return json.dumps({"messages": messages}).encode().replace(b'"LISTS"', b"[" + b"[]," * num_lists + b"[]]")
 
     async def scenario():
-        async with pool_with() as pool:
-            small, large = await said(pool, body(10_000), body(20_000_000))
+        script = "from server.api import prepare_worker; prepare_worker.MEMORY_BYTES //= 4; prepare_worker.main()"
+        async with pool_with(command=(sys.executable, "-c", script)) as pool:
+            small, large = await said(pool, body(10_000), body(5_000_000))
             assert b"token_ids" in small
             assert large[1]["error"]["code"] == "payload_too_large"
             assert len(pool.pids) == 1

@@ -91,7 +91,7 @@ def make_request(name, rng, pixels):
 
 
 class Program:
-    """What happens between which steps, drawn from a seed."""
+    """What happens between which steps, drawn from a seed. Nine seeds in a row meet every two sizes together."""
 
     def __init__(self, seed):
         rng = random.Random(seed)
@@ -99,11 +99,12 @@ class Program:
         self.requests = [make_request(f"r{i}", rng, self.pixels) for i in range(10)]
         self.num_steps_before = [rng.randrange(5) for _ in self.requests]
         self.aborts = {rng.randrange(30): f"r{rng.randrange(10)}" for _ in range(3)}
+        first, second = seed % 3, seed // 3 % 3
         self.sizes = {
-            "max_num_seqs": rng.choice([2, 5, 9]),
-            "max_num_batched_tokens": rng.choice([16, 40, 200]),
-            "num_pages": rng.choice([16, 24, 60]),
-            "enable_prefix_caching": rng.random() < 0.6,
+            "max_num_seqs": [2, 5, 9][first],
+            "max_num_batched_tokens": [16, 40, 200][second],
+            "num_pages": [16, 24, 60][(first + second) % 3],
+            "enable_prefix_caching": (first - second) % 3 > 0,
         }
 
     def run(self, model, tokenizer, **options):
@@ -136,14 +137,14 @@ def logprobs_of(server, name, field):
     return [entry for event in events for entry in getattr(event, field)]
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(18))
 def test_the_overlapped_loop_gives_the_same(model, tokenizer, seed):
     program = Program(seed)
     plain, overlapped = (program.run(model, tokenizer, overlap_steps=overlap) for overlap in (False, True))
     assert_same(program, plain, overlapped)
 
 
-@pytest.mark.parametrize("seed", range(25, 40))
+@pytest.mark.parametrize("seed", range(18, 27))
 def test_decode_steps_on_a_ladder_of_sizes_give_the_same(model, tokenizer, seed, monkeypatch):
     monkeypatch.setattr("server.model.decode_graphs.FIRST_CONTEXT", 48)
     ladder = {2: [2], 5: [3, 5], 9: [2, 6, 9]}
@@ -216,7 +217,7 @@ def test_a_row_that_is_not_finite_costs_one_sequence(model, overlap_steps):
     assert server.serve([greedy("again", 1)])["again"] == alone["r1"]
 
 
-@pytest.mark.parametrize("seed", range(40, 52))
+@pytest.mark.parametrize("seed", range(27, 36))
 def test_faults_anywhere_cost_their_own_sequences_and_leave_nothing_behind(model, tokenizer, seed):
     program, rng = Program(seed), random.Random(seed)
     plain = program.run(model, tokenizer, overlap_steps=False)
