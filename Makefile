@@ -7,6 +7,9 @@ DEPLOY_TOOLS ?= $(HOME)/.cache/m3-deploy-tools
 # Tests with real processes and clocks may be disturbed by a busy machine: what fails runs up to twice more, and the summary says so.
 MORE_TRIES := --reruns 2
 
+# Images often set it, and then each of the hundreds of processes that tests start would compile what it imports of ours.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: serve check test test-gpu test-gpu-shared test-gpu-alone test-deploy format clean
 
 serve: $(STAMP)

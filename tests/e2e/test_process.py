@@ -34,11 +34,6 @@ def test_when_the_engine_is_killed_requests_fail_and_the_process_ends_with_a_cod
         assert "the engine died" in server.log
 
 
-def test_the_operators_launch_line():
-    with ServerProcess(UVICORN, M3_MODEL=str(TINY), M3_SERVED_MODEL_NAME="m3") as server:
-        assert httpx.get(server.url + "/v1/models").json()["data"][0]["id"] == "m3"
-
-
 def test_a_checkpoint_that_cannot_be_used_ends_the_process_with_a_short_message(tmp_path):
     command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--model", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

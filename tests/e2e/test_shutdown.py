@@ -44,16 +44,20 @@ def wait_for_line(server, text):
     wait_until(lambda: text in server.log, 20)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_an_idle_server_ends_at_once_with_code_zero(signum):
-    with ServerProcess() as server:
-        engine = server.engine_pid()
-        server.process.send_signal(signum)
-        assert server.process.wait(EXIT_TIMEOUT_S) == 0
-        wait_until(lambda: not is_running(engine), 5)
+def assert_ends_at_once_with_code_zero(server, signum):
+    """For a server without requests; it has ended."""
+    engine = server.engine_pid()
+    server.process.send_signal(signum)
+    assert server.process.wait(EXIT_TIMEOUT_S) == 0
+    wait_until(lambda: not is_running(engine), 5)
+    wait_for_line(server, "Application shutdown complete")
     assert "shutting down: 0 requests" in server.log
-    assert "Application shutdown complete" in server.log
     assert "Traceback" not in server.log
+
+
+def test_a_server_that_had_no_request_ends_at_once_with_code_zero():
+    with ServerProcess() as server:
+        assert_ends_at_once_with_code_zero(server, signal.SIGINT)
 
 
 def test_a_server_that_still_loads_ends_at_once_with_code_zero():
@@ -145,7 +149,7 @@ def test_an_engine_that_hangs_fails_the_liveness_probe_and_ends_the_process_with
     assert "Thread 0x" in server.log
 
 
-def test_a_busy_engine_is_not_taken_to_hang():
+def test_neither_a_busy_nor_an_idle_engine_is_taken_to_hang_and_the_idle_server_ends_at_once():
     with ServerProcess([*SERVE, "--stall-timeout-s", "4"]) as server, streaming(server) as stream:
         wait_until(lambda: server.metric("m3_engine_step_seconds_sum") > 5, 60)
         assert server.get("/livez").status_code == 200
@@ -153,3 +157,4 @@ def test_a_busy_engine_is_not_taken_to_hang():
         idle_s = server.metric("m3_engine_idle_seconds_total")
         wait_until(lambda: server.metric("m3_engine_idle_seconds_total") > idle_s + 5, 60)
         assert server.get("/livez").status_code == 200
+        assert_ends_at_once_with_code_zero(server, signal.SIGTERM)

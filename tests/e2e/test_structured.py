@@ -7,12 +7,12 @@ import openai
 import pydantic
 import pytest
 
-from tests.e2e.server_process import ServerProcess, wait_until
+from tests.e2e.server_process import TINY, UVICORN, ServerProcess, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("server with keys")]
 
 HELLO = [{"role": "user", "content": "Weather in Oslo?"}]
-OPTIONS = {"model": "tiny", "messages": HELLO, "max_tokens": 400, "seed": 1}
+OPTIONS = {"model": "m3", "messages": HELLO, "max_tokens": 400, "seed": 1}
 NO_THINKING = {"thinking": {"type": "disabled"}}
 TOOLS = [
     {
@@ -42,7 +42,8 @@ class Answer(pydantic.BaseModel, extra="forbid"):
 def server(tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("right\n")
-    with ServerProcess(M3_API_KEYS_FILE=str(keys), M3_ADMIN_PORT="0", M3_LOG_FORMAT="json") as process:
+    settings = {"M3_MODEL": str(TINY), "M3_SERVED_MODEL_NAME": "m3", "M3_API_KEYS_FILE": str(keys)}
+    with ServerProcess(UVICORN, **settings, M3_ADMIN_PORT="0", M3_LOG_FORMAT="json") as process:
         yield process
 
 
@@ -50,6 +51,10 @@ def server(tmp_path_factory):
 def client(server):
     with openai.OpenAI(base_url=server.url + "/v1", api_key="right", max_retries=0) as client:
         yield client
+
+
+def test_the_operators_launch_line_takes_settings_from_the_environment(client):
+    assert [model.id for model in client.models.list()] == ["m3"]
 
 
 def test_an_answer_follows_its_schema(client):
