@@ -20,11 +20,11 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Tests that start servers wait much, so more of them than cores run at once. Those that look at response times come last and alone.
-SERVERS ?= 3
+# More workers than cores, as many tests wait for other processes. Tests that look at response times come last and alone.
+TEST_WORKERS ?= $(shell expr 3 '*' $$(getconf _NPROCESSORS_ONLN) / 2)
 test: $(STAMP)
-	$(BIN)/pytest -n auto --dist worksteal -m "not gpu and not deploy and not e2e" $(PYTEST_ARGS)
-	$(BIN)/pytest -n $(SERVERS) --dist loadgroup -m "e2e and not deploy and not alone" $(MORE_TRIES) $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not deploy and not e2e" $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadgroup -m "e2e and not deploy and not alone" $(MORE_TRIES) $(PYTEST_ARGS)
 	$(BIN)/pytest -m "alone and not deploy" $(MORE_TRIES) $(PYTEST_ARGS)
 
 # What needs a Hopper GPU, in the environment as it is. Two ranks need two; what measures a GPU's memory needs one to itself, so it comes
