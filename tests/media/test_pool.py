@@ -63,6 +63,22 @@ async def running(tmp_path, spawner, *, memory_bytes=1 << 30, **options):
         slab.close()
 
 
+def in_pool(**options):
+    """Run `async def test(pool)` in a pool of its own with these options."""
+
+    def decorate(test):
+        def test_in_loop(tmp_path, spawner):
+            async def main():
+                async with running(tmp_path, spawner, **options) as (pool, _):
+                    await test(pool)
+
+            run(main())
+
+        return test_in_loop
+
+    return decorate
+
+
 async def until(condition):
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -70,6 +86,15 @@ async def until(condition):
 
 async def until_running(job):
     await until(lambda: job.running)
+
+
+async def stopped_in_a_task(pool):
+    """(process id, job) of the only worker, which has stopped with a task in hand."""
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGSTOP)
+    job = submit(pool, PLAN, PICTURE)
+    await until_running(job)
+    return pid, job
 
 
 def gone(pid):
@@ -80,33 +105,24 @@ def gone(pid):
     return False
 
 
-def test_a_task_is_answered_and_a_bad_picture_is_a_media_error_with_its_field(tmp_path, spawner):
-    async def main():
-        async with running(tmp_path, spawner) as (pool, _):
-            good, bad = submit(pool, PLAN, PICTURE), submit(pool, PLAN, b"junk", param="messages[0]")
-            assert isinstance(await good.outcome(), ImagePlan)
-            with pytest.raises(MediaError, match="unknown type") as caught:
-                await bad.outcome()
-            assert caught.value.param == "messages[0]"
-            assert pool.totals.num_deaths == 0
-
-    run(main())
+@in_pool()
+async def test_a_task_is_answered_and_a_bad_picture_is_a_media_error_with_its_field(pool):
+    good, bad = submit(pool, PLAN, PICTURE), submit(pool, PLAN, b"junk", param="messages[0]")
+    assert isinstance(await good.outcome(), ImagePlan)
+    with pytest.raises(MediaError, match="unknown type") as caught:
+        await bad.outcome()
+    assert caught.value.param == "messages[0]"
+    assert pool.totals.num_deaths == 0
 
 
-def test_a_worker_killed_in_the_middle_of_a_task_is_replaced_and_the_task_tried_again(tmp_path, spawner):
-    async def main():
-        async with running(tmp_path, spawner) as (pool, _):
-            (pid,) = pool.pids
-            os.kill(pid, signal.SIGSTOP)
-            job = submit(pool, PLAN, PICTURE)
-            await until_running(job)
-            os.kill(pid, signal.SIGKILL)
-            assert isinstance(await job.outcome(), ImagePlan)
-            assert pool.totals.num_deaths == 1
-            assert pid not in pool.pids
-            await until(lambda: gone(pid))
-
-    run(main())
+@in_pool()
+async def test_a_worker_killed_in_the_middle_of_a_task_is_replaced_and_the_task_tried_again(pool):
+    pid, job = await stopped_in_a_task(pool)
+    os.kill(pid, signal.SIGKILL)
+    assert isinstance(await job.outcome(), ImagePlan)
+    assert pool.totals.num_deaths == 1
+    assert pid not in pool.pids
+    await until(lambda: gone(pid))
 
 
 def test_a_task_that_kills_two_workers_is_refused_and_leaves_the_pool_whole(tmp_path):
@@ -127,50 +143,38 @@ def test_a_task_that_kills_two_workers_is_refused_and_leaves_the_pool_whole(tmp_
     run(main())
 
 
-def test_a_worker_killed_while_idle_costs_nobody_anything(tmp_path, spawner):
-    async def main():
-        async with running(tmp_path, spawner) as (pool, _):
-            (pid,) = pool.pids
-            os.kill(pid, signal.SIGKILL)
-            assert isinstance(await submit(pool, PLAN, PICTURE).outcome(), ImagePlan)
-            assert pid not in pool.pids
-
-    run(main())
+@in_pool()
+async def test_a_worker_killed_while_idle_costs_nobody_anything(pool):
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGKILL)
+    assert isinstance(await submit(pool, PLAN, PICTURE).outcome(), ImagePlan)
+    assert pid not in pool.pids
 
 
-def test_a_task_past_its_deadline_is_refused_and_its_worker_killed(tmp_path, spawner):
-    async def main():
-        async with running(tmp_path, spawner) as (pool, _):
-            (pid,) = pool.pids
-            os.kill(pid, signal.SIGSTOP)
-            late, next_one = submit(pool, PLAN, PICTURE, timeout_s=0.5), submit(pool, PLAN, PICTURE)
-            with pytest.raises(MediaError, match="too long"):
-                await late.outcome()
-            assert isinstance(await next_one.outcome(), ImagePlan)
-            await until(lambda: gone(pid))
-
-    run(main())
+@in_pool()
+async def test_a_task_past_its_deadline_is_refused_and_its_worker_killed(pool):
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGSTOP)
+    late, next_one = submit(pool, PLAN, PICTURE, timeout_s=0.5), submit(pool, PLAN, PICTURE)
+    with pytest.raises(MediaError, match="too long"):
+        await late.outcome()
+    assert isinstance(await next_one.outcome(), ImagePlan)
+    await until(lambda: gone(pid))
 
 
-def test_workers_are_replaced_after_their_share_of_tasks(tmp_path, spawner):
-    async def main():
-        async with running(tmp_path, spawner, recycle_tasks=2) as (pool, _):
-            for _ in range(5):
-                assert isinstance(await submit(pool, PLAN, PICTURE).outcome(), ImagePlan)
-            assert pool.totals.num_started == 3
-            assert pool.totals.num_deaths == 0
-
-    run(main())
+@in_pool(recycle_tasks=2)
+async def test_workers_are_replaced_after_their_share_of_tasks(pool):
+    for _ in range(5):
+        assert isinstance(await submit(pool, PLAN, PICTURE).outcome(), ImagePlan)
+    assert pool.totals.num_started == 3
+    assert pool.totals.num_deaths == 0
 
 
-def test_a_worker_that_has_grown_is_replaced(tmp_path, spawner):
-    async def main():
-        async with running(tmp_path, spawner, recycle_bytes=1) as (pool, _):
-            for _ in range(3):
-                await submit(pool, PLAN, PICTURE).outcome()
-            assert pool.totals.num_started >= 3
-
-    run(main())
+@in_pool(recycle_bytes=1)
+async def test_a_worker_that_has_grown_is_replaced(pool):
+    for _ in range(3):
+        await submit(pool, PLAN, PICTURE).outcome()
+    assert pool.totals.num_started >= 3
 
 
 def test_the_size_of_the_front_is_not_taken_for_the_workers(tmp_path, spawner):
@@ -185,75 +189,57 @@ def test_the_size_of_the_front_is_not_taken_for_the_workers(tmp_path, spawner):
     run(main())
 
 
-def test_sending_much_to_a_stuck_worker_holds_up_neither_the_loop_nor_another_worker(tmp_path, spawner):
-    async def main():
-        async with running(tmp_path, spawner, num_workers=2) as (pool, _):
-            stuck_pid = pool.pids[0]
-            os.kill(stuck_pid, signal.SIGSTOP)
-            large = bytes(30 << 20)
-            jobs = [submit(pool, PLAN, large)]
-            await until_running(jobs[0])
-            jobs += [submit(pool, PLAN, PICTURE) for _ in range(5)]
-            for job in jobs[1:]:
-                assert isinstance(await job.outcome(), ImagePlan)
-            os.kill(stuck_pid, signal.SIGCONT)
-            with pytest.raises(MediaError, match="unknown type"):
-                await jobs[0].outcome()
-
-    run(main())
+@in_pool(num_workers=2)
+async def test_sending_much_to_a_stuck_worker_holds_up_neither_the_loop_nor_another_worker(pool):
+    stuck_pid = pool.pids[0]
+    os.kill(stuck_pid, signal.SIGSTOP)
+    large = bytes(30 << 20)
+    jobs = [submit(pool, PLAN, large)]
+    await until_running(jobs[0])
+    jobs += [submit(pool, PLAN, PICTURE) for _ in range(5)]
+    for job in jobs[1:]:
+        assert isinstance(await job.outcome(), ImagePlan)
+    os.kill(stuck_pid, signal.SIGCONT)
+    with pytest.raises(MediaError, match="unknown type"):
+        await jobs[0].outcome()
 
 
-def test_a_cancelled_job_that_is_queued_never_runs(tmp_path, spawner):
-    async def main():
-        async with running(tmp_path, spawner) as (pool, _):
-            (pid,) = pool.pids
-            os.kill(pid, signal.SIGSTOP)
-            first, second, third = (submit(pool, PLAN, PICTURE) for _ in range(3))
-            await until_running(first)
-            second.cancel()
-            assert second.done
-            os.kill(pid, signal.SIGCONT)
-            await third.outcome()
-            assert not second.running
-            with pytest.raises(asyncio.CancelledError):
-                await second.outcome()
-
-    run(main())
+@in_pool()
+async def test_a_cancelled_job_that_is_queued_never_runs(pool):
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGSTOP)
+    first, second, third = (submit(pool, PLAN, PICTURE) for _ in range(3))
+    await until_running(first)
+    second.cancel()
+    assert second.done
+    os.kill(pid, signal.SIGCONT)
+    await third.outcome()
+    assert not second.running
+    with pytest.raises(asyncio.CancelledError):
+        await second.outcome()
 
 
-def test_a_cancelled_job_that_runs_ends_by_itself_and_tells(tmp_path, spawner):
-    async def main():
-        async with running(tmp_path, spawner) as (pool, _):
-            (pid,) = pool.pids
-            os.kill(pid, signal.SIGSTOP)
-            job = submit(pool, PLAN, PICTURE)
-            await until_running(job)
-            ended = asyncio.Event()
-            job.cancel()
-            job.when_done(ended.set)
-            await asyncio.sleep(0)
-            assert not ended.is_set()
-            os.kill(pid, signal.SIGCONT)
-            await ended.wait()
-            assert pool.totals.num_deaths == 0
-
-    run(main())
+@in_pool()
+async def test_a_cancelled_job_that_runs_ends_by_itself_and_tells(pool):
+    pid, job = await stopped_in_a_task(pool)
+    ended = asyncio.Event()
+    job.cancel()
+    job.when_done(ended.set)
+    await asyncio.sleep(0)
+    assert not ended.is_set()
+    os.kill(pid, signal.SIGCONT)
+    await ended.wait()
+    assert pool.totals.num_deaths == 0
 
 
-def test_an_abandoned_job_is_not_tried_again(tmp_path, spawner):
-    async def main():
-        async with running(tmp_path, spawner) as (pool, _):
-            (pid,) = pool.pids
-            os.kill(pid, signal.SIGSTOP)
-            job = submit(pool, PLAN, PICTURE)
-            await until_running(job)
-            job.cancel()
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(MediaError):
-                await job.outcome()
-            assert pool.totals.num_deaths == 1
-
-    run(main())
+@in_pool()
+async def test_an_abandoned_job_is_not_tried_again(pool):
+    pid, job = await stopped_in_a_task(pool)
+    job.cancel()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(MediaError):
+        await job.outcome()
+    assert pool.totals.num_deaths == 1
 
 
 def test_a_stale_range_is_not_written(tmp_path, spawner, caplog):
@@ -285,20 +271,17 @@ def test_a_picture_that_needs_too_much_memory_is_refused_and_the_worker_lives(tm
     run(main())
 
 
-def test_closing_ends_workers_and_jobs(tmp_path, spawner):
-    async def main():
-        async with running(tmp_path, spawner) as (pool, _):
-            pids = pool.pids
-            os.kill(pids[0], signal.SIGSTOP)
-            jobs = [submit(pool, PLAN, PICTURE) for _ in range(3)]
-            await until_running(jobs[0])
-            await pool.close()
-            for job in (*jobs, submit(pool, PLAN, PICTURE)):
-                with pytest.raises(EngineUnavailableError, match="shutting down"):
-                    await job.outcome()
-            await until(lambda: all(gone(pid) for pid in pids))
-
-    run(main())
+@in_pool()
+async def test_closing_ends_workers_and_jobs(pool):
+    pids = pool.pids
+    os.kill(pids[0], signal.SIGSTOP)
+    jobs = [submit(pool, PLAN, PICTURE) for _ in range(3)]
+    await until_running(jobs[0])
+    await pool.close()
+    for job in (*jobs, submit(pool, PLAN, PICTURE)):
+        with pytest.raises(EngineUnavailableError, match="shutting down"):
+            await job.outcome()
+    await until(lambda: all(gone(pid) for pid in pids))
 
 
 @pytest.mark.parametrize(
