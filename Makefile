@@ -44,7 +44,8 @@ test-gpu-alone:
 # The chart, the image, the alerts: with real Helm, Prometheus, nginx and podman. Needs root on Debian.
 test-deploy: $(STAMP)
 	.ci/install-deploy-tools $(DEPLOY_TOOLS)
-	DEPLOY_TOOLS=$(abspath $(DEPLOY_TOOLS)) $(BIN)/pytest -m deploy tests/deploy $(MORE_TRIES) $(PYTEST_ARGS)
+	DEPLOY_TOOLS=$(abspath $(DEPLOY_TOOLS)) $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile \
+		-m deploy tests/deploy $(MORE_TRIES) $(PYTEST_ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff format .
