@@ -79,7 +79,7 @@ def _new_residual(own, residual, places_ptr, inside, SENDER_WORDS: tl.constexpr,
 
 @direct_launch
 @triton.jit
-def _kernel(
+def _all_reduce_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -142,7 +142,7 @@ def all_reduce_add_norm_triton(
     num_rows, dim = x.shape
     out, total = torch.empty_like(x), torch.empty_like(x)
     block = next_power_of_2(dim // 2)
-    _kernel[(num_rows,)](
+    _all_reduce_norm_kernel[(num_rows,)](
         x,
         residual,
         weight,

@@ -12,8 +12,8 @@ from tests.e2e.server_process import TINY, ServerProcess
 pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.slow]
 
 NUM_SHORT = 15
-NUM_TOKENS = 12
-LONG_PROMPT_LEN = 12_000  # 24 chunks, twice as many steps as the others need
+NUM_TOKENS = 24
+LONG_PROMPT_LEN = 20_000
 PAUSE_S = 0.05
 TIMEOUT_S = 250
 
